@@ -1,0 +1,1 @@
+"""What runs inside Ray actors and vLLM worker processes."""

@@ -1,0 +1,1 @@
+"""Everything that touches vLLM internals; nothing outside this package does."""
