@@ -1,0 +1,73 @@
+# Everything from a bare machine: Python >= 3.11 and make. `make demo` and `make test` are the two doors.
+#
+#   PYTHON=python3.12   the interpreter that makes the environment
+#   VENV=.venv          where the environment lies
+#   EXTRAS=cpu,dev      what is installed with the project; on a CUDA machine: EXTRAS=gpu,dev
+#   PYTEST_ARGS=...     added to pytest's command line
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= cpu,dev
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.harvest-env-$(subst $(comma),-,$(EXTRAS))
+comma := ,
+
+# uv reads none of pip's settings, so what names a folder of wheels for pip is handed on to it.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+ifeq ($(strip $(UV_FIND_LINKS)),)
+unexport UV_FIND_LINKS
+endif
+
+.PHONY: help env demo test check chaos bench clean
+
+help:
+	@echo "make demo    make the environment, get a small real model, harvest real text into out/demo"
+	@echo "make test    make the environment, run the static checks and the tests"
+	@echo "make env     make the environment only ($(VENV))"
+	@echo "make check   ruff, mypy and import-linter"
+	@echo "make chaos   the tests that kill processes at random moments"
+	@echo "make bench   the benchmarks: ratios within one run"
+	@echo "make clean   remove out/ and every cache; the environment stays"
+
+env: $(STAMP)
+
+# The vLLM build for CPUs wants a `+cpu` build of torch. Where no configured place has one, uv's own setting finds it.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
+	  || { echo "Harvest needs Python 3.11 to 3.14; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
+	@install=( $(BIN)/uv pip install --python $(BIN)/python --editable '.[$(EXTRAS)]' ); \
+	if ! "$${install[@]}" --quiet --dry-run 2>/dev/null; then install+=( --torch-backend $(if $(findstring gpu,$(EXTRAS)),auto,cpu) ); fi; \
+	echo "$${install[*]}"; "$${install[@]}"
+	@rm -f $(VENV)/.harvest-env-*
+	@touch $@
+
+demo: env
+	$(BIN)/harvest models get smollm2-135m
+	$(BIN)/python -m harvest.demo_text out/demo-text.jsonl
+	$(BIN)/harvest run configs/demo.toml
+
+test: check
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+chaos: env
+	$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
+
+bench: env
+	$(BIN)/python -m pytest -m bench -s $(PYTEST_ARGS)
+
+clean:
+	rm -rf out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find harvest actors storage tests -type d -name __pycache__ -prune -exec rm -rf {} +
