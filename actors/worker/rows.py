@@ -58,6 +58,8 @@ class StepTake:
     """[M] invoke of each taken row."""
     positions: NDArray[np.int32]
     """[M] position of each taken row."""
+    sampled_rows: NDArray[np.int64]
+    """[M] row of the step's logits that belongs to the taken row, -1 where the sampler computes none."""
 
 
 class RowBook:
@@ -90,6 +92,7 @@ class RowBook:
         sources: list[NDArray[np.int64]] = []
         invokes: list[NDArray[np.int64]] = []
         positions: list[NDArray[np.int64]] = []
+        sampled: list[NDArray[np.int64]] = []
         segments: list[Segment] = []
         taken = 0
         for index, request_id in enumerate(step.request_ids):
@@ -112,6 +115,7 @@ class RowBook:
                 continue
             wanted = registration.positions[low:high]
             sources.append(wanted - (first - start))
+            sampled.append(np.where(wanted == after - 1, index, -1))
             positions.append(wanted)
             invokes.append(np.full(count, registration.invoke, np.int64))
             segments.append(
@@ -133,4 +137,5 @@ class RowBook:
             segments=tuple(segments),
             invokes=np.concatenate(invokes),
             positions=np.concatenate(positions).astype(np.int32),
+            sampled_rows=np.concatenate(sampled),
         )

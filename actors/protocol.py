@@ -1,0 +1,142 @@
+"""Values that cross the boundary between driver and engines, and the Engine protocol.
+
+Frozen, keyword-only, picklable. Rows never appear here: they go from the worker's sink to the shard files.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from actors.selection import Selection
+from storage.format import StoreLayout
+from storage.unit_writer import UnitReceipt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """All an engine needs to start."""
+
+    run_path: str
+    """Absolute path of the run folder, the same on every node."""
+    model: str
+    """Local folder or Hugging Face id."""
+    locations: tuple[str, ...]
+    """Canonical location names, in the layout's order."""
+    layout: StoreLayout
+    selection: Selection
+    sampling: dict[str, Any]
+    """vLLM SamplingParams arguments; `max_tokens` is per invoke."""
+    seed: int = 0
+    tensor_parallel_size: int = 1
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    trust_remote_code: bool = False
+    tokenizer: str | None = None
+    revision: str | None = None
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Further engine arguments under vLLM's names."""
+    ring_bytes: int = 1 << 30
+    writer_threads: int = 4
+    null_sink: bool = False
+    """Drop rows once they are in host memory: for measurements."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """One attempt at one unit by one engine generation."""
+
+    unit: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InvokeOutcome:
+    """How an invoke ended."""
+
+    invoke: int
+    unit_row: int
+    """First row, counted inside the unit."""
+    n_planned_rows: int
+    n_rows: int
+    """Rows that count; the rest of the planned ones are holes."""
+    status: str
+    """`ok`, or `truncated` when generation ended by an abort."""
+    may_have_surplus: bool = False
+    """Rows after the end may have been taken and must be given back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """What a finished attempt returns to the driver."""
+
+    lease: Lease
+    storage: UnitReceipt
+    """Files, digests and row counts of the staged unit."""
+    n_invokes: int
+    n_prompt_tokens: int
+    n_generated_tokens: int
+    n_rows: int
+    stored_bytes: int
+    engine_s: float
+    """From the first request to the last row."""
+    seal_s: float
+    """From the last row to the fsynced files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitFailure:
+    """An attempt that failed while its engine lives."""
+
+    unit: int
+    attempt: int
+    kind: str
+    """Class name of the error."""
+    message: str
+    traceback: str
+
+    @classmethod
+    def of(cls, unit: int, attempt: int, error: BaseException) -> UnitFailure:
+        """Describe an exception."""
+        return cls(
+            unit=unit,
+            attempt=attempt,
+            kind=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """Counters of a living engine since it started."""
+
+    n_tokens: int = 0
+    """Prompt and generated tokens that passed through the model."""
+    n_rows: int = 0
+    written_bytes: int = 0
+    pending_bytes: int = 0
+    n_steps: int = 0
+    pid: int = 0
+    node: str = ""
+
+
+class Engine(Protocol):
+    """What the driver's pool asks of an engine actor."""
+
+    def start(self) -> EngineStats:
+        """Build the engine; returns when it can serve."""
+        ...
+
+    def run_unit(self, lease: Lease) -> Receipt | UnitFailure:
+        """Harvest one unit into its attempt's staged files and seal them."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters, at once."""
+        ...
+
+    def drain(self) -> None:
+        """Take no further units; finish those in flight."""
+        ...

@@ -1,0 +1,256 @@
+"""Sink: takes row batches from the forward pass and puts them into an attempt's staged shard files.
+
+Called by the worker's thread between steps; owns writer threads. No vLLM, no Ray, no torch.
+
+Invariants:
+- `submit` never blocks: what bounds memory is `pending_bytes`, by which the actor gates the engine's next step;
+- rows of an attempt that is sealing, sealed or aborted are dropped, never mixed into anything;
+- a unit seals only when each array has exactly the rows that the outcomes promise; a shortfall is an error by name;
+- an error in a writer thread fails its attempt, and reaches the caller through `poll`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.protocol import InvokeOutcome, UnitFailure
+from actors.worker.rows import Segment
+
+
+class HostRows(Protocol):
+    """Rows on their way to host memory."""
+
+    n_bytes: int
+
+    def wait(self) -> NDArray[Any]:
+        """Block until the rows are in host memory; return them as [rows, width] or [rows]."""
+        ...
+
+
+class UnitWriterLike(Protocol):
+    """What the sink needs of `storage.unit_writer.UnitWriter`."""
+
+    def write(self, array: str, row: int, data: NDArray[Any]) -> None: ...
+    def clear(self, array: str, row: int, n: int) -> None: ...
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowBatch:
+    """Rows of one array out of one step."""
+
+    array: str
+    rows: HostRows
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sealed:
+    """A sealed attempt on one rank."""
+
+    unit: int
+    attempt: int
+    receipt: Any
+
+
+@dataclass(kw_only=True, slots=True)
+class _Attempt:
+    writer: UnitWriterLike
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    pending: int = 0
+    sealing: bool = False
+    error: BaseException | None = None
+    idle: threading.Condition = field(default_factory=threading.Condition)
+    rows_by_array: dict[str, int] = field(default_factory=dict)
+
+
+class Sink:
+    """Writer threads over the attempts in flight.
+
+    Args:
+        open_writer: makes the writer of (unit, attempt).
+        seal_writer: seals a writer with its outcomes and returns the receipt.
+        arrays: the arrays this sink is responsible for.
+        threads: writer threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        open_writer: Callable[[int, int], UnitWriterLike],
+        seal_writer: Callable[[UnitWriterLike, Sequence[InvokeOutcome]], Any],
+        arrays: Sequence[str],
+        threads: int,
+    ) -> None:
+        self._open_writer = open_writer
+        self._seal_writer = seal_writer
+        self._arrays = tuple(arrays)
+        self._attempts: dict[tuple[int, int], _Attempt] = {}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="harvest-writer")
+        # Sealing waits for writers, so it must not take a writer's thread.
+        self._sealers = ThreadPoolExecutor(2, thread_name_prefix="harvest-sealer")
+        self._done: deque[Sealed | UnitFailure] = deque()
+        self._pending_bytes = 0
+        self._bytes_lock = threading.Lock()
+        self.written_bytes = 0
+        self.write_s = 0.0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Host bytes submitted and not yet written."""
+        return self._pending_bytes
+
+    def open_unit(self, unit: int, attempt: int) -> None:
+        """Begin an attempt."""
+        self._attempts[unit, attempt] = _Attempt(writer=self._open_writer(unit, attempt))
+
+    def submit(self, batches: Sequence[RowBatch]) -> None:
+        """Queue the row batches of one step."""
+        for batch in batches:
+            by_attempt = {(s.unit, s.attempt) for s in batch.segments}
+            live = []
+            for key in by_attempt:
+                attempt = self._attempts.get(key)
+                if attempt is not None and not attempt.sealing:
+                    with attempt.idle:
+                        attempt.pending += 1
+                    live.append(key)
+            with self._bytes_lock:
+                self._pending_bytes += batch.rows.n_bytes
+            self._pool.submit(self._write, batch, tuple(live))
+
+    def _write(self, batch: RowBatch, keys: tuple[tuple[int, int], ...]) -> None:
+        attempts = {key: self._attempts[key] for key in keys if key in self._attempts}
+        try:
+            rows = batch.rows.wait()
+            begun = time.perf_counter()
+            for segment in batch.segments:
+                attempt = attempts.get((segment.unit, segment.attempt))
+                if attempt is None or attempt.error is not None:
+                    continue
+                data = rows[segment.begin : segment.begin + segment.count]
+                try:
+                    attempt.writer.write(batch.array, segment.unit_row, data)
+                except Exception as error:
+                    attempt.error = error
+                    continue
+                with attempt.lock:
+                    counts = attempt.rows_by_array
+                    counts[batch.array] = counts.get(batch.array, 0) + segment.count
+            self.write_s += time.perf_counter() - begun
+        except Exception as error:
+            for attempt in attempts.values():
+                attempt.error = attempt.error or error
+        finally:
+            with self._bytes_lock:
+                self._pending_bytes -= batch.rows.n_bytes
+                self.written_bytes += batch.rows.n_bytes
+            for attempt in attempts.values():
+                with attempt.idle:
+                    attempt.pending -= 1
+                    attempt.idle.notify_all()
+
+    def seal(self, unit: int, attempt: int, outcomes: Sequence[InvokeOutcome]) -> None:
+        """Begin to seal: returns at once, the result comes through `poll`."""
+        state = self._attempts[unit, attempt]
+        state.sealing = True
+        self._sealers.submit(self._seal, unit, attempt, state, tuple(outcomes))
+
+    def _seal(self, unit: int, attempt: int, state: _Attempt, outcomes: tuple[InvokeOutcome, ...]) -> None:
+        try:
+            with state.idle:
+                state.idle.wait_for(lambda: state.pending == 0)
+            if state.error is not None:
+                raise state.error
+            surplus = self._give_back_surplus(state, outcomes)
+            self._check_complete(unit, state, outcomes, surplus)
+            receipt = self._seal_writer(state.writer, outcomes)
+        except Exception as error:
+            self._finish(unit, attempt, state)
+            self._done.append(UnitFailure.of(unit, attempt, error))
+            return
+        self._attempts.pop((unit, attempt), None)
+        self._done.append(Sealed(unit=unit, attempt=attempt, receipt=receipt))
+
+    def _give_back_surplus(self, state: _Attempt, outcomes: Sequence[InvokeOutcome]) -> int:
+        """Rows of a step that ran beyond a request's end (asynchronous scheduling) become holes."""
+        surplus = 0
+        for outcome in outcomes:
+            extra = outcome.n_planned_rows - outcome.n_rows
+            if extra > 0 and outcome.may_have_surplus:
+                for array in self._arrays:
+                    state.writer.clear(array, outcome.unit_row + outcome.n_rows, extra)
+                surplus += extra
+        return surplus
+
+    def _check_complete(
+        self, unit: int, state: _Attempt, outcomes: Sequence[InvokeOutcome], surplus: int
+    ) -> None:
+        expected = sum(outcome.n_rows for outcome in outcomes)
+        for array in self._arrays:
+            got = state.rows_by_array.get(array, 0)
+            if not expected <= got <= expected + surplus:
+                raise UnitIncomplete(
+                    f"unit {unit}: {array} has {got} of {expected} rows; its tap did not fire for every step. "
+                    "Nothing of this unit was stored"
+                )
+
+    def abort(self, unit: int, attempt: int) -> None:
+        """Drop an attempt and its staged files."""
+        state = self._attempts.get((unit, attempt))
+        if state is None:
+            return
+        state.sealing = True
+        with state.idle:
+            state.idle.wait_for(lambda: state.pending == 0)
+        self._finish(unit, attempt, state)
+
+    def _finish(self, unit: int, attempt: int, state: _Attempt) -> None:
+        self._attempts.pop((unit, attempt), None)
+        state.writer.abort()
+
+    def poll(self) -> list[Sealed | UnitFailure]:
+        """Seals and failures since the last call."""
+        results = []
+        while self._done:
+            results.append(self._done.popleft())
+        for key, state in list(self._attempts.items()):
+            if state.error is not None and not state.sealing:
+                state.sealing = True
+                self._finish(*key, state)
+                results.append(UnitFailure.of(*key, state.error))
+        return results
+
+    def close(self) -> None:
+        """Wait for the threads; attempts in flight are aborted."""
+        self._pool.shutdown(wait=True)
+        self._sealers.shutdown(wait=True)
+        for key, state in list(self._attempts.items()):
+            self._finish(*key, state)
+
+
+class UnitIncomplete(RuntimeError):
+    """A unit whose rows are not all there."""
+
+
+class NullWriter:
+    """Takes rows and keeps none: measures the path up to host memory."""
+
+    def write(self, array: str, row: int, data: NDArray[Any]) -> None:
+        """Drop the rows."""
+
+    def clear(self, array: str, row: int, n: int) -> None:
+        """Nothing to give back."""
+
+    def abort(self) -> None:
+        """Nothing to drop."""
+

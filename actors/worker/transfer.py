@@ -1,0 +1,72 @@
+"""Transfer: device rows to host memory, without a wait on the forward's path.
+
+On a GPU a side stream copies into pinned memory and a writer thread waits for the event; on a CPU the rows are already
+there. The device rows are held until the copy is done, so their memory cannot be reused before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class ArrayRows:
+    """Rows that are in host memory already."""
+
+    def __init__(self, rows: NDArray[Any]) -> None:
+        self._rows = rows
+        self.n_bytes = rows.nbytes
+
+    def wait(self) -> NDArray[Any]:
+        """The rows."""
+        return self._rows
+
+
+class _CopiedRows:
+    """Rows of a device tensor on their way into pinned memory."""
+
+    def __init__(self, device_rows: Tensor, host_rows: Tensor, done: torch.cuda.Event) -> None:
+        self._device_rows: Tensor | None = device_rows
+        self._host_rows = host_rows
+        self._done = done
+        self.n_bytes = host_rows.nbytes
+
+    def wait(self) -> NDArray[Any]:
+        """Block until the copy has ended."""
+        self._done.synchronize()
+        self._device_rows = None
+        return as_numpy(self._host_rows)
+
+
+class Transfer:
+    """Starts copies of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, rows: list[Tensor]) -> list[ArrayRows | _CopiedRows]:
+        """Begin to bring device rows to host memory, in order."""
+        stream = self._stream
+        if stream is None:
+            return [ArrayRows(as_numpy(tensor)) for tensor in rows]
+        started: list[ArrayRows | _CopiedRows] = []
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for tensor in rows:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host.copy_(tensor, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record(stream)
+                started.append(_CopiedRows(tensor, host, done))
+        return started
+
+
+def as_numpy(rows: Tensor) -> NDArray[Any]:
+    """A host tensor as numpy without a copy; bfloat16 as its uint16 bits."""
+    if rows.dtype == torch.bfloat16:
+        return rows.view(torch.int16).numpy().view(np.uint16)
+    return rows.numpy()
