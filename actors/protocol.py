@@ -5,6 +5,8 @@ Frozen, keyword-only, picklable. Rows never appear here: they go from the worker
 
 from __future__ import annotations
 
+import hashlib
+import json
 import traceback
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +14,8 @@ from typing import Any, Protocol
 from actors.selection import Selection
 from storage.format import StoreLayout
 from storage.unit_writer import UnitReceipt
+
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +32,8 @@ class EngineSpec:
     selection: Selection
     sampling: dict[str, Any]
     """vLLM SamplingParams arguments; `max_tokens` is per invoke."""
+    generates: bool = False
+    """More than one token may be generated, so the end of an answer must be known."""
     seed: int = 0
     tensor_parallel_size: int = 1
     dtype: str = "auto"
@@ -41,6 +47,16 @@ class EngineSpec:
     writer_threads: int = 4
     null_sink: bool = False
     """Drop rows once they are in host memory: for measurements."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's rows at all locations, without labels."""
+        return sum(location.width * _ITEM_BYTES[location.dtype] for location in self.layout.locations)
+
+    def compute_hash(self) -> str:
+        """Part of vLLM's compile cache key (the spec is its `additional_config`): what changes the compiled graph."""
+        taps = [(location.name, location.path, location.width) for location in self.layout.locations]
+        return hashlib.sha256(json.dumps(taps).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +88,8 @@ class Receipt:
     """What a finished attempt returns to the driver."""
 
     lease: Lease
-    storage: UnitReceipt
-    """Files, digests and row counts of the staged unit."""
+    storage: UnitReceipt | None
+    """Files, digests and row counts of the staged unit; None from a null sink."""
     n_invokes: int
     n_prompt_tokens: int
     n_generated_tokens: int

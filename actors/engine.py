@@ -1,0 +1,107 @@
+"""EngineActor: the Ray actor that owns one vLLM engine.
+
+The engine runs in a thread of its own (`Feeder`), so that pings and statistics are answered during a step. The actor ends
+itself when the engine breaks (an error would otherwise leave a live actor with a dead engine) and when the process that
+started it is gone: no engine outlives its driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from actors.feeder import Feeder, PlannedInvoke
+from actors.origin import check_origin
+from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
+from storage.plan_files import read_unit
+from storage.run_folder import RunFolder
+
+# A driver asks for statistics each second; silence of this length means that it is gone or cut off.
+DRIVER_SILENCE_S = 120.0
+_PARENT_CHECK_S = 1.0
+
+
+class EngineActor:
+    """See `actors.protocol.Engine`. Made into a Ray actor by the driver's pool."""
+
+    def __init__(self, spec: EngineSpec, origin: str) -> None:
+        check_origin(origin)
+        self._spec = spec
+        self._feeder: Feeder | None = None
+        self._heard_s = time.monotonic()
+        self._parent_pid = os.getppid()
+        threading.Thread(target=self._watch, name="harvest-watch", daemon=True).start()
+
+    async def start(self) -> EngineStats:
+        """Build the engine; returns when it can serve."""
+        return await asyncio.to_thread(self._start)
+
+    def _start(self) -> EngineStats:
+        from actors.worker.llm import Llm
+
+        llm = Llm(self._spec)
+        self._feeder = Feeder(llm, self._spec, self._read_unit)
+        threading.Thread(target=self._run, name="harvest-engine", daemon=True).start()
+        return self._feeder.stats
+
+    def _run(self) -> None:
+        assert self._feeder is not None
+        try:
+            self._feeder.run()
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            # The futures carry the error to the driver; let the replies leave before the process ends.
+            time.sleep(2.0)
+            _end_process()
+
+    def _read_unit(self, unit: int) -> Iterator[PlannedInvoke]:
+        layout = self._spec.layout
+        table = read_unit(RunFolder.open(Path(self._spec.run_path)).plan_path, unit)
+        for row in table.to_pylist():
+            yield PlannedInvoke(
+                invoke=row["invoke"],
+                unit_row=row["row_start"] - unit * layout.unit_rows,
+                n_rows=row["n_rows"],
+                max_tokens=row["max_tokens"],
+                token_ids=row["token_ids"],
+            )
+
+    async def run_unit(self, lease: Lease) -> Receipt | UnitFailure:
+        """Harvest one unit into its attempt's staged files and seal them."""
+        assert self._feeder is not None, "start() first"
+        return await asyncio.wrap_future(self._feeder.submit(lease))
+
+    async def stats(self) -> EngineStats:
+        """Counters, at once; also tells the actor that its driver lives."""
+        self._heard_s = time.monotonic()
+        return self._feeder.stats if self._feeder is not None else EngineStats(pid=os.getpid())
+
+    async def stop(self) -> None:
+        """Shut the engine down in order."""
+        if self._feeder is not None:
+            self._feeder.stop()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_PARENT_CHECK_S)
+            if os.getppid() != self._parent_pid or time.monotonic() - self._heard_s > DRIVER_SILENCE_S:
+                _end_process()
+
+
+def _end_process() -> None:
+    """End this process and the ranks it started; nothing polite works when a rank hangs."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,242 @@
+"""Harvester: one rank's whole harvest, driven by the worker class and the runner adapter.
+
+Order of calls in a step: `register` (worker, before the pass) → `begin_step` (runner, order known) → taps fire →
+`end_step` (worker, after sampling). `begin_unit`, `seal_unit`, `abort_unit` and `poll` come from the actor between steps.
+
+Invariant: an exception here must not leave the engine's step, which would end or hang the engine. It is kept, fails every
+attempt in flight, and is reported by `poll`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actors.protocol import EngineSpec, InvokeOutcome, UnitFailure
+from actors.sink import NullWriter, RowBatch, Sealed, Sink
+from actors.worker.locations import Location, resolve_locations
+from actors.worker.rows import Registration, RowBook, StepTake
+from actors.worker.step import StepRows
+from actors.worker.taps import TapSet
+from actors.worker.transfer import ArrayRows, Transfer
+from storage.unit_writer import UnitWriter
+
+_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SinkState:
+    """Counters of one rank's sink."""
+
+    pending_bytes: int
+    written_bytes: int
+    n_rows: int
+    n_steps: int
+
+
+class Harvester:
+    """Owns the taps, the row book, the transfer and the sink of one rank."""
+
+    def __init__(
+        self, spec: EngineSpec, *, device: torch.device, rank: int, tp_size: int, static_rows: int
+    ) -> None:
+        self.graphed = False
+        self._spec = spec
+        self._device = device
+        self._rank = rank
+        self._tp_size = tp_size
+        self._static_rows = static_rows
+        self._book = RowBook()
+        self._transfer = Transfer(device)
+        self._array_of: dict[str, str] = {}
+        self._taps: TapSet | None = None
+        self._sink: Sink | None = None
+        self._take: StepTake | None = None
+        self._step_ids: Tensor | None = None
+        self._failures: list[UnitFailure] = []
+        self._in_flight: set[tuple[int, int]] = set()
+        self._n_rows = 0
+        self._n_steps = 0
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    def install(self, model: nn.Module) -> None:
+        """Resolve the locations on the loaded model and wrap them; open the sink."""
+        spec = self._spec
+        locations = resolve_locations(model, spec.locations)
+        self._check_layout(locations)
+        # Replicated rows are the same on all ranks: location i is handed out by rank i mod tp, to spread the copying.
+        owned = [loc for index, loc in enumerate(locations) if index % self._tp_size == self._rank]
+        self._taps = TapSet(
+            locations=locations,
+            owned=frozenset(loc.name for loc in owned),
+            store_dtype=_TORCH_DTYPES[spec.layout.locations[0].dtype],
+            static_rows=self._static_rows,
+        )
+        dtype = next(model.parameters()).dtype
+        self._taps.install(model, device=self._device, dtype=dtype, tp_size=self._tp_size)
+        self._array_of = {loc.name: f"acts/{loc.array}" for loc in owned}
+        arrays = list(self._array_of.values())
+        if self._rank == 0:
+            arrays += ["tokens/id", "tokens/position", "tokens/invoke"]
+        self._sink = Sink(
+            open_writer=self._open_writer(arrays),
+            seal_writer=self._seal_writer,
+            arrays=arrays,
+            threads=spec.writer_threads,
+        )
+
+    def _check_layout(self, locations: Sequence[Location]) -> None:
+        for found, planned in zip(locations, self._spec.layout.locations, strict=True):
+            if (found.array, found.width) != (planned.name, planned.width):
+                raise ValueError(
+                    f"the loaded model has {found.name} as {found.array} with width {found.width}, the plan has "
+                    f"{planned.name} with width {planned.width}; was the model changed after planning?"
+                )
+
+    def _open_writer(self, arrays: list[str]) -> Any:
+        spec = self._spec
+
+        def open_writer(unit: int, attempt: int) -> Any:
+            if spec.null_sink:
+                return NullWriter()
+            return UnitWriter(spec.run_path, spec.layout, unit=unit, attempt=attempt, arrays=arrays)
+
+        return open_writer
+
+    def _seal_writer(self, writer: Any, outcomes: Sequence[InvokeOutcome]) -> Any:
+        if isinstance(writer, NullWriter):
+            return None
+        return writer.seal(
+            expected_rows=sum(outcome.n_rows for outcome in outcomes),
+            invokes=[(o.invoke, o.n_rows, o.status) for o in outcomes] if self._rank == 0 else (),
+        )
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def register(self, scheduler_output: Any) -> None:
+        """Learn of the new requests of a step and forget those that ended."""
+        for new in scheduler_output.scheduled_new_reqs:
+            parameters = new.sampling_params
+            wanted = ((parameters and parameters.extra_args) or {}).get("harvest")
+            if wanted is None or new.req_id in self._book:
+                continue
+            positions = self._spec.selection.positions(
+                n_prompt_tokens=wanted["n_prompt"],
+                max_tokens=parameters.max_tokens,
+                invoke=wanted["invoke"],
+                token_ids=new.prompt_token_ids,
+            )
+            self._book.register(
+                new.req_id,
+                Registration(
+                    unit=wanted["unit"],
+                    attempt=wanted["attempt"],
+                    invoke=wanted["invoke"],
+                    unit_row=wanted["unit_row"],
+                    positions=positions,
+                ),
+            )
+        self._book.forget(scheduler_output.finished_req_ids)
+
+    def begin_step(self, step: StepRows, input_ids: Tensor) -> None:
+        """The batch is ordered; `input_ids` [rows] are on the device."""
+        taps = self._require_taps()
+        try:
+            self._take = self._book.take(step)
+            self._step_ids = input_ids
+            taps.begin_step(self._take, n_rows=step.n_rows, graphed=self.graphed, device=self._device)
+        except Exception as error:
+            self._fail_attempts(error)
+            self._take = None
+            taps.begin_step(None, n_rows=step.n_rows, graphed=self.graphed, device=self._device)
+
+    def end_step(self) -> None:
+        """The pass is done: hand its rows to the sink."""
+        take, ids = self._take, self._step_ids
+        if take is None or ids is None:
+            return
+        self._take = self._step_ids = None
+        taps, sink = self._require_taps(), self._require_sink()
+        try:
+            # ids first: end_step closes the step's selection.
+            step_ids = taps.take_rows(ids, None) if self._rank == 0 else None
+            taken = taps.end_step()
+            rows = [tensor for _, tensor in taken]
+            arrays = [self._array_of[location.name] for location, _ in taken]
+            if step_ids is not None:
+                rows.append(step_ids.to(torch.int32))
+                arrays.append("tokens/id")
+            host_rows: list[Any] = list(self._transfer.start(rows))
+            if step_ids is not None:
+                host_rows += [ArrayRows(take.positions), ArrayRows(take.invokes)]
+                arrays += ["tokens/position", "tokens/invoke"]
+            sink.submit(
+                [
+                    RowBatch(array=array, rows=host, segments=take.segments)
+                    for array, host in zip(arrays, host_rows, strict=True)
+                ]
+            )
+            self._n_rows += len(take.positions)
+            self._n_steps += 1
+        except Exception as error:
+            self._fail_attempts(error)
+
+    def _fail_attempts(self, error: Exception) -> None:
+        traceback.print_exception(error)
+        for unit, attempt in sorted(self._in_flight):
+            self._failures.append(UnitFailure.of(unit, attempt, error))
+            self._book.forget_unit(unit, attempt)
+
+    # -- from the actor, between steps -----------------------------------------------------------------------------
+
+    def begin_unit(self, unit: int, attempt: int) -> None:
+        """Open the attempt's staged files."""
+        self._require_sink().open_unit(unit, attempt)
+        self._in_flight.add((unit, attempt))
+
+    def seal_unit(self, unit: int, attempt: int, outcomes: Sequence[InvokeOutcome]) -> None:
+        """All requests of the attempt have ended: seal in the background."""
+        self._book.forget_unit(unit, attempt)
+        self._require_sink().seal(unit, attempt, outcomes)
+
+    def abort_unit(self, unit: int, attempt: int) -> None:
+        """Drop the attempt."""
+        self._book.forget_unit(unit, attempt)
+        self._in_flight.discard((unit, attempt))
+        self._require_sink().abort(unit, attempt)
+
+    def poll(self) -> tuple[SinkState, list[Sealed | UnitFailure]]:
+        """Counters, and what has ended since the last call."""
+        sink = self._require_sink()
+        results: list[Sealed | UnitFailure] = [*sink.poll(), *self._failures]
+        self._failures.clear()
+        for result in results:
+            self._in_flight.discard((result.unit, result.attempt))
+        state = SinkState(
+            pending_bytes=sink.pending_bytes,
+            written_bytes=sink.written_bytes,
+            n_rows=self._n_rows,
+            n_steps=self._n_steps,
+        )
+        return state, results
+
+    def close(self) -> None:
+        """Stop the sink's threads."""
+        if self._sink is not None:
+            self._sink.close()
+
+    def _require_taps(self) -> TapSet:
+        if self._taps is None:
+            raise RuntimeError("the model is not loaded yet")
+        return self._taps
+
+    def _require_sink(self) -> Sink:
+        if self._sink is None:
+            raise RuntimeError("the model is not loaded yet")
+        return self._sink

@@ -1,0 +1,178 @@
+"""Llm: the vLLM engine of one actor, as little of it as a harvest needs.
+
+Refuses vLLM features under which rows could not be attributed, or would not all be computed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actors.protocol import EngineSpec
+
+# Argument -> why it is refused when it is set to something that is true.
+_REFUSED_ARGUMENTS = {
+    "enable_prefix_caching": "cached tokens pass through no forward, so they have no rows",
+    "speculative_config": "draft tokens may be rejected after their rows were computed",
+    "enable_dbo": "dual batch overlap runs a pass in two halves",
+    "kv_sharing_fast_prefill": "later layers run for sampled rows only",
+    "prefill_context_parallel_size": "prefill context parallelism gives each rank other rows",
+    "enable_prompt_embeds": "prompt embeddings have no token ids",
+}
+# Arguments that Harvest sets itself, with the configuration key that holds them.
+_OWN_ARGUMENTS = {
+    "model": "model.name",
+    "tokenizer": "model.tokenizer",
+    "revision": "model.revision",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_length",
+    "trust_remote_code": "model.trust_remote_code",
+    "tensor_parallel_size": "engine.tensor_parallel_size",
+    "worker_cls": "",
+    "additional_config": "",
+}
+
+
+class EngineArgumentError(ValueError):
+    """A vLLM argument that a harvest cannot use."""
+
+
+def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse engine arguments under which rows would be wrong; needs no vLLM.
+
+    Raises:
+        EngineArgumentError: names the argument and the reason.
+    """
+    for name, reason in _REFUSED_ARGUMENTS.items():
+        value = arguments.get(name)
+        if value and value != 1 or value is True:
+            raise EngineArgumentError(f"engine.vllm.{name} = {value!r} cannot be used in a harvest: {reason}")
+    for name, key in _OWN_ARGUMENTS.items():
+        if name in arguments:
+            where = f"set {key} instead" if key else "Harvest sets it itself"
+            raise EngineArgumentError(f"engine.vllm.{name}: {where}")
+    if arguments.get("pipeline_parallel_size", 1) != 1:
+        raise EngineArgumentError("engine.vllm.pipeline_parallel_size: pipeline parallelism is not supported")
+    if arguments.get("data_parallel_size", 1) != 1:
+        raise EngineArgumentError("engine.vllm.data_parallel_size: use engine.count; each engine is independent")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One invoke on its way into the engine."""
+
+    request_id: str
+    token_ids: list[int]
+    max_tokens: int
+    harvest: dict[str, int]
+    """unit, attempt, invoke, unit_row, n_prompt: what the worker needs to place the rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A request that has ended."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+
+
+def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
+    """The arguments of `vllm.EngineArgs` for a spec."""
+    check_engine_arguments(spec.vllm)
+    defaults: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        # Token ids go in and rows come out; text is needed to find the end of a generated answer only.
+        "skip_tokenizer_init": not spec.generates,
+    }
+    if spec.tensor_parallel_size > 1:
+        # Inside a placement group vLLM would choose Ray; ranks of one node are children of the actor.
+        defaults["distributed_executor_backend"] = "mp"
+    if on_cpu:
+        defaults["enforce_eager"] = True
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            defaults["kv_cache_memory_bytes"] = 1 << 30
+    dtype = spec.dtype
+    if dtype == "auto" and on_cpu:
+        dtype = "float32"
+    return {
+        **defaults,
+        **spec.vllm,
+        "model": spec.model,
+        "tokenizer": spec.tokenizer,
+        "revision": spec.revision,
+        "dtype": dtype,
+        "max_model_len": spec.max_model_len,
+        "trust_remote_code": spec.trust_remote_code,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "worker_cls": f"actors.worker.worker_{'cpu.HarvestCPUWorker' if on_cpu else 'gpu.HarvestGPUWorker'}",
+        "additional_config": spec,
+    }
+
+
+class Llm:
+    """A vLLM engine with our workers. Build it in the process that owns the devices; it imports vLLM."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        if spec.tensor_parallel_size == 1:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._spec = spec
+        arguments = engine_arguments(spec, on_cpu=current_platform.is_cpu())
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        scheduler = self._engine.vllm_config.scheduler_config
+        self.max_requests: int = scheduler.max_num_seqs
+        self.max_step_tokens: int = scheduler.max_num_batched_tokens
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = dict(self._spec.sampling)
+        if sampling.get("seed") is not None:
+            sampling["seed"] = (sampling["seed"] + request.harvest["invoke"]) & 0x7FFF_FFFF
+        parameters = SamplingParams(
+            **sampling,
+            max_tokens=request.max_tokens,
+            detokenize=bool(sampling.get("stop")),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"harvest": request.harvest},
+        )
+        self._engine.add_request(request.request_id, TokensPrompt(prompt_token_ids=request.token_ids), parameters)
+
+    def step(self) -> list[Finished]:
+        """One engine step; the requests that ended in it."""
+        return [
+            Finished(
+                request_id=output.request_id,
+                token_ids=tuple(output.outputs[0].token_ids),
+                finish_reason=output.outputs[0].finish_reason,
+            )
+            for output in self._engine.step()
+            if output.finished
+        ]
+
+    @property
+    def busy(self) -> bool:
+        """True while requests are unfinished."""
+        return bool(self._engine.has_unfinished_requests())
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests early."""
+        self._engine.abort_request(request_ids)
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a worker method by name on every rank."""
+        results: list[Any] = self._engine.collective_rpc(method, args=arguments)
+        return results
+
+    def close(self) -> None:
+        """Shut the engine and its ranks down."""
+        self._engine.engine_core.shutdown()
