@@ -21,3 +21,7 @@ class PlanError(HarvestError):
 
 class RunError(HarvestError):
     """A run stopped before it was complete; what is committed stays, and the same command resumes it."""
+
+
+class ModelError(HarvestError):
+    """A model cannot be had or used: unknown name, no network, bad checksum, missing or damaged weight file."""
