@@ -112,7 +112,7 @@ def _convert_tensors(reader: gguf.GGUFReader, fields: dict[str, Any]) -> dict[st
         if name is None:
             parts = stored.name.split(".")
             if len(parts) != 4 or parts[0] != "blk" or parts[3] != "weight" or parts[2] not in _LAYER_TENSOR_NAMES:
-                raise ModelError(f"The GGUF file holds a tensor {stored.name!r} that a plain Llama model does not have.")
+                raise ModelError(f"{stored.name!r} is a tensor that a plain Llama model does not have.")
             if parts[2] in heads:
                 values = _unpermute(values, heads[parts[2]])
             name = f"model.layers.{parts[1]}.{_LAYER_TENSOR_NAMES[parts[2]]}.weight"
