@@ -15,12 +15,13 @@ import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from actors.selection import Selection
 from harvest.errors import ConfigError
 
 
@@ -90,24 +91,51 @@ class TokenizationConfig(Section):
 
 
 class RowsConfig(Section):
-    """Which of an invoke's tokens get a row. One selection serves all locations of a run."""
+    """Which of an invoke's tokens get a row. One selection serves all locations of a run.
+
+    `skip_first` and `skip_special_tokens` come first; `select` then picks from what they leave of the source.
+    """
 
     select: Literal["all", "last", "slice", "every", "sample"] = "all"
     """All tokens, the last one, a slice, every k-th, or a seeded sample."""
     source: Literal["prompt", "generated", "both"] = "prompt"
     """Tokens of the prompt, generated tokens, or both."""
     start: int | None = None
-    """`slice`: first position, negative from the end, as in Python."""
+    """`slice`: first position, negative from the end, as in Python. Generated tokens have no known end: no negatives."""
     stop: int | None = None
     """`slice`: position after the last, negative from the end, as in Python."""
     every: int = Field(default=1, gt=0)
-    """`every`: take positions 0, k, 2k, ... of the source."""
+    """`every`: take tokens 0, k, 2k, ..."""
     sample: int | None = Field(default=None, gt=0)
-    """`sample`: so many positions for each invoke (all, if it has fewer), in order."""
+    """`sample`: so many tokens of each invoke (all, if it has fewer), in order."""
     skip_special_tokens: bool = False
-    """Give no row to the tokenizer's special tokens (BOS, EOS, chat markers)."""
+    """Give no row to the prompt's special tokens (BOS, EOS, chat markers); generated ones keep theirs."""
     skip_first: int = Field(default=0, ge=0)
     """Give no row to the first so many tokens of each invoke (attention sinks)."""
+
+    def selection(self, generation: GenerationConfig, *, seed: int, special_ids: Iterable[int] = ()) -> Selection:
+        """The rule for one run.
+
+        Args:
+            generation: whether every answer has the same length decides what may be selected.
+            seed: chooses samples.
+            special_ids: the tokenizer's special token ids; used if `skip_special_tokens`.
+
+        Raises:
+            SelectionError: a setting that belongs to another `select`, or rows placed by where an answer ends.
+        """
+        return Selection(
+            select=self.select,
+            source=self.source,
+            start=self.start,
+            stop=self.stop,
+            every=self.every,
+            sample=self.sample,
+            skip_first=self.skip_first,
+            special_ids=tuple(special_ids) if self.skip_special_tokens else (),
+            seed=seed,
+            exact_length=generation.exact_length,
+        )
 
 
 class GenerationConfig(Section):
@@ -132,6 +160,11 @@ class GenerationConfig(Section):
     logprobs: bool = False
     """Store the log probability of each generated token beside its row."""
 
+    @property
+    def exact_length(self) -> bool:
+        """Every answer has exactly `max_tokens` tokens: nothing can end it sooner."""
+        return self.min_tokens >= self.max_tokens or (self.ignore_eos and not self.stop)
+
 
 class CaptureConfig(Section):
     """What is taken out of the model."""
@@ -149,6 +182,7 @@ class CaptureConfig(Section):
                 f'rows.source = "{self.rows.source}" needs generation.max_tokens >= 2: the last generated token is '
                 "never fed back to the model, so one token alone has no generated row"
             )
+        self.rows.selection(self.generation, seed=0)
         return self
 
 
