@@ -1,0 +1,200 @@
+"""Driver: the loop between scheduler and pool. Thin: decisions are the scheduler's, engines the pool's, files the store's.
+
+Rows never come here. A receipt is published (files renamed, ledger line appended) before the next is looked at, and only
+then counts as progress.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from actors.protocol import EngineSpec, EngineStats, Receipt, UnitFailure
+from harvest.config import RunConfig
+from harvest.errors import RunError
+from harvest.events import EventLog
+from harvest.pool import EngineLost, EnginePool, EngineReady, PoolEvent, UnitEnded
+from harvest.scheduler import Scheduler
+from storage.commit import Committer
+from storage.unit_writer import UnitReceipt
+
+TICK_S = 0.5
+# After SIGTERM: how long units in flight may take to finish and commit.
+DRAIN_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a call of `drive` ended."""
+
+    complete: bool
+    drained: bool
+    wall_s: float
+    engine_ready_s: float
+    """From the call until the first engine served."""
+
+
+class Driver:
+    """Runs the units that are not committed yet.
+
+    Args:
+        config: of the run.
+        spec: what engines are made from.
+        committer: holds the run's lock.
+        events: the run's event stream.
+    """
+
+    def __init__(self, *, config: RunConfig, spec: EngineSpec, committer: Committer, events: EventLog) -> None:
+        self._committer = committer
+        self._events = events
+        self._spec = spec
+        self._config = config
+        committed = committer.committed
+        self._scheduler = Scheduler(
+            [unit for unit in range(spec.layout.n_units) if unit not in committed],
+            number_attempt=committer.next_attempt,
+            max_attempts=config.limits.attempts,
+            max_engine_losses=config.limits.engine_restarts,
+            units_in_flight=config.engine.units_in_flight,
+        )
+        self._asked_s = 0.0
+        self._ready_s: float | None = None
+
+    def drive(self) -> Outcome:
+        """Run until all units are committed, a signal drains the run, or it cannot go on.
+
+        Raises:
+            RunError: the run stopped; committed units stay.
+        """
+        begun = time.monotonic()
+        if self._scheduler.finished:
+            return Outcome(complete=True, drained=False, wall_s=0.0, engine_ready_s=0.0)
+        pool = EnginePool(self._spec, count=self._config.engine.count, cpus=self._config.engine.cpus)
+        drained_s: float | None = None
+        try:
+            with _signals() as asked_to_stop:
+                for name in pool.fill():
+                    self._events.emit("engine_spawned", engine=name)
+                while not self._scheduler.idle:
+                    if asked_to_stop.is_set() and drained_s is None:
+                        drained_s = time.monotonic()
+                        self._scheduler.drain()
+                        self._events.emit("drain", limit_s=DRAIN_S)
+                    if drained_s is not None and time.monotonic() - drained_s > DRAIN_S:
+                        break
+                    self._turn(pool, begun)
+        finally:
+            pool.close()
+        if self._scheduler.stop is not None:
+            self._events.emit("stop", reason=self._scheduler.stop.reason)
+            raise RunError(
+                f"{self._scheduler.stop.reason}. {len(self._committer.committed)} of {self._spec.layout.n_units} units "
+                "are committed; the same command resumes the run"
+            )
+        return Outcome(
+            complete=self._scheduler.finished,
+            drained=drained_s is not None,
+            wall_s=time.monotonic() - begun,
+            engine_ready_s=(self._ready_s or time.monotonic()) - begun,
+        )
+
+    def _turn(self, pool: EnginePool, begun: float) -> None:
+        for engine in pool.ready:
+            while (lease := self._scheduler.lease(engine)) is not None:
+                pool.submit(engine, lease)
+                self._events.emit("lease", engine=engine, unit=lease.unit, attempt=lease.attempt)
+        if time.monotonic() - self._asked_s >= 2 * TICK_S:
+            self._asked_s = time.monotonic()
+            self._report_progress(pool.ask_stats())
+        self._settle(pool.wait(TICK_S), pool)
+
+    def _settle(self, happened: list[PoolEvent], pool: EnginePool) -> None:
+        receipts: list[tuple[str, Receipt]] = []
+        for event in happened:
+            match event:
+                case EngineReady(engine=engine):
+                    self._ready_s = self._ready_s or time.monotonic()
+                    self._events.emit("engine_ready", engine=engine)
+                case EngineLost():
+                    self._lose(event, pool)
+                case UnitEnded(engine=engine, result=Receipt() as receipt):
+                    receipts.append((engine, receipt))
+                case UnitEnded(engine=engine, lease=lease, result=UnitFailure() as failure):
+                    self._scheduler.fail(lease, f"{failure.kind}: {failure.message}")
+                    self._events.emit(
+                        "unit_failed",
+                        engine=engine,
+                        unit=lease.unit,
+                        attempt=lease.attempt,
+                        error=f"{failure.kind}: {failure.message}",
+                        traceback=failure.traceback,
+                    )
+        self._publish(receipts)
+
+    def _publish(self, receipts: list[tuple[str, Receipt]]) -> None:
+        live = [(engine, receipt) for engine, receipt in receipts if self._scheduler.commit(receipt.lease)]
+        staged: list[UnitReceipt] = [receipt.storage for _, receipt in live if receipt.storage is not None]
+        if staged:
+            self._committer.publish(staged)
+        for engine, receipt in live:
+            self._events.emit(
+                "commit",
+                engine=engine,
+                unit=receipt.lease.unit,
+                attempt=receipt.lease.attempt,
+                n_invokes=receipt.n_invokes,
+                n_prompt_tokens=receipt.n_prompt_tokens,
+                n_generated_tokens=receipt.n_generated_tokens,
+                n_rows=receipt.n_rows,
+                stored_bytes=receipt.stored_bytes,
+                engine_s=round(receipt.engine_s, 3),
+                seal_s=round(receipt.seal_s, 3),
+            )
+
+    def _lose(self, lost: EngineLost, pool: EnginePool) -> None:
+        leases = self._scheduler.lose_engine(lost.engine, lost.reason)
+        self._events.emit(
+            "engine_lost", engine=lost.engine, reason=lost.reason, units=[lease.unit for lease in leases]
+        )
+        if self._scheduler.stop is None:
+            for name in pool.fill():
+                self._events.emit("engine_spawned", engine=name)
+
+    def _report_progress(self, stats: dict[str, EngineStats]) -> None:
+        if stats:
+            self._events.emit(
+                "progress",
+                n_tokens=sum(each.n_tokens for each in stats.values()),
+                n_rows=sum(each.n_rows for each in stats.values()),
+                written_bytes=sum(each.written_bytes for each in stats.values()),
+                pending_bytes=sum(each.pending_bytes for each in stats.values()),
+                engines=len(stats),
+            )
+
+
+@contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """Set an event on SIGTERM or SIGINT; a second signal acts as usual. Outside the main thread nothing is caught."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    previous: dict[int, Any] = {}
+
+    def ask(number: int, frame: Any) -> None:
+        asked.set()
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        previous[number] = signal.signal(number, ask)
+    try:
+        yield asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,183 @@
+"""EnginePool: the engine actors of a run. Spawns, watches and ends them; the only module that calls Ray for engines.
+
+Invariants:
+- Ray restarts nothing (`max_restarts=0`): a death is known at once, and the driver spawns the next generation;
+- a generation's name is never used again, so that a late message cannot be taken for its successor's;
+- an actor's death ends all its refs; it is reported once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from actors.engine import EngineActor
+from actors.origin import package_origin
+from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineReady:
+    """An engine can take leases."""
+
+    engine: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLost:
+    """An engine is gone."""
+
+    engine: str
+    reason: str
+    started: bool
+    """False when it died before it was ready."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitEnded:
+    """A lease has a receipt or a failure."""
+
+    engine: str
+    lease: Lease
+    result: Receipt | UnitFailure
+
+
+PoolEvent = EngineReady | EngineLost | UnitEnded
+
+
+@dataclass(kw_only=True, slots=True)
+class _Member:
+    handle: Any
+    ready: bool = False
+
+
+class EnginePool:
+    """See the module's docstring.
+
+    Args:
+        spec: what each engine is made from.
+        count: engines to keep.
+        cpus: CPUs that Ray reserves for each.
+    """
+
+    def __init__(self, spec: EngineSpec, *, count: int, cpus: float) -> None:
+        self._spec = spec
+        self._count = count
+        self._cpus = cpus
+        self._on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        self._origin = package_origin()
+        self._members: dict[str, _Member] = {}
+        self._starting: dict[Any, str] = {}
+        self._running: dict[Any, tuple[str, Lease]] = {}
+        self._asked: dict[Any, str] = {}
+        self._stats: dict[str, EngineStats] = {}
+        self._generation = 0
+
+    @property
+    def ready(self) -> list[str]:
+        """Engines that take leases."""
+        return [name for name, member in self._members.items() if member.ready]
+
+    def fill(self) -> list[str]:
+        """Spawn engines until `count` live or start; the names of the new ones."""
+        spawned = []
+        while len(self._members) < self._count:
+            name = f"engine-{self._generation}"
+            self._generation += 1
+            handle = (
+                ray.remote(EngineActor)
+                .options(
+                    num_cpus=self._cpus,
+                    num_gpus=self._spec.tensor_parallel_size if self._on_gpu else 0,
+                    max_restarts=0,
+                    max_task_retries=0,
+                    max_concurrency=1000,
+                    runtime_env={"env_vars": self._environment()},
+                )
+                .remote(self._spec, self._origin)
+            )
+            self._members[name] = _Member(handle=handle)
+            self._starting[handle.start.remote()] = name
+            spawned.append(name)
+        return spawned
+
+    def _environment(self) -> dict[str, str]:
+        environment = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+        if not self._on_gpu:
+            # Ray would give an actor one thread; the engines of a machine share its cores.
+            threads = max(1, (os.cpu_count() or 1) // self._count)
+            environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+            if self._count > 1 and self._spec.tensor_parallel_size == 1:
+                environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        return environment
+
+    def submit(self, engine: str, lease: Lease) -> None:
+        """Give a lease to an engine."""
+        self._running[self._members[engine].handle.run_unit.remote(lease)] = (engine, lease)
+
+    def wait(self, timeout_s: float) -> list[PoolEvent]:
+        """What has happened, after at most `timeout_s`."""
+        refs = [*self._starting, *self._running, *self._asked]
+        if not refs:
+            return []
+        # One ref at a time would cost a second each; waiting for any one returns as soon as something is there.
+        done, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
+        if done:
+            done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        events: list[PoolEvent] = []
+        for ref in done:
+            event = self._settle(ref)
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _settle(self, ref: Any) -> PoolEvent | None:
+        starting = self._starting.pop(ref, None)
+        running = self._running.pop(ref, None)
+        asked = self._asked.pop(ref, None)
+        name = starting or asked or (running[0] if running else "")
+        if name not in self._members:
+            return None
+        try:
+            value = ray.get(ref)
+        except (RayError, Exception) as error:
+            return self._lose(name, error)
+        if starting is not None:
+            self._members[name].ready = True
+            return EngineReady(engine=name)
+        if running is not None:
+            return UnitEnded(engine=name, lease=running[1], result=value)
+        self._stats[name] = value
+        return None
+
+    def _lose(self, name: str, error: BaseException) -> EngineLost:
+        member = self._members.pop(name)
+        self._stats.pop(name, None)
+        # A broken engine may still live as a process.
+        ray.kill(member.handle)
+        return EngineLost(engine=name, reason=_first_lines(error), started=member.ready)
+
+    def ask_stats(self) -> dict[str, EngineStats]:
+        """The newest counters of each engine; asks for newer ones, which come with a later `wait`."""
+        asked = set(self._asked.values())
+        for name, member in self._members.items():
+            if name not in asked:
+                self._asked[member.handle.stats.remote()] = name
+        return dict(self._stats)
+
+    def close(self) -> None:
+        """End all engines."""
+        for member in self._members.values():
+            ray.kill(member.handle)
+        self._members.clear()
+
+
+def _first_lines(error: BaseException) -> str:
+    cause = getattr(error, "cause", None) or error
+    text = str(cause).strip() or repr(cause)
+    lines = [line for line in text.splitlines() if line.strip()]
+    return f"{type(cause).__name__}: " + " | ".join(lines[:3] if len(lines) <= 3 else [lines[0], *lines[-2:]])[:2000]
