@@ -21,6 +21,7 @@ from pathlib import Path
 _N_PROMPTS = 240
 _PARAGRAPHS_PER_PROMPT = (1, 2, 1, 1, 4, 1)  # varied lengths, in a fixed order
 _MIN_PARAGRAPH_CHARS = 60
+_NOT_PROSE = ("   ", "+-", "|", "*****", "=====")  # how a line of code, a table or a heading begins
 _SENTENCE_END = re.compile(r"[.:!?)]['\"”’*]*\Z")
 
 
@@ -78,7 +79,7 @@ def _cut_topic(name: str, text: str) -> Iterator[DemoPrompt]:
 def _prose_paragraphs(text: str) -> Iterator[str]:
     for block in re.split(r"\n\s*\n", text):
         lines = block.splitlines()
-        if any(line.startswith(("   ", "+-", "|", "*****", "=====")) or line.lstrip().startswith(">>>") for line in lines):
+        if any(line.startswith(_NOT_PROSE) or line.lstrip().startswith(">>>") for line in lines):
             continue
         paragraph = " ".join(" ".join(lines).split())
         if len(paragraph) >= _MIN_PARAGRAPH_CHARS and "::=" not in paragraph and _SENTENCE_END.search(paragraph):
