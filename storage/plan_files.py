@@ -1,0 +1,193 @@
+"""The plan on disk: which invoke lies where, as Parquet that any tool reads.
+
+`plan/invokes-<nnnnn>.parquet` holds the units in order, one row group each, `UNITS_PER_FILE` a file, so one unit is read
+without touching another. `plan/skipped.parquet` lists the invokes that were never planned, with the reason. The files are
+written once, when the run is made; their digests are in `run.json`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage.errors import DamagedError, FormatError, RunFolderError
+from storage.files import digest, make_folder, sync_folder, write_file
+
+UNITS_PER_FILE = 512
+
+INVOKE_SCHEMA = pa.schema(
+    [
+        pa.field("invoke", pa.int64(), nullable=False),
+        pa.field("key", pa.string()),
+        pa.field("unit", pa.int32(), nullable=False),
+        pa.field("row_start", pa.int64(), nullable=False),
+        pa.field("n_rows", pa.int32(), nullable=False),
+        pa.field("n_prompt_tokens", pa.int32(), nullable=False),
+        pa.field("max_tokens", pa.int32(), nullable=False),
+        pa.field("truncated", pa.bool_(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+    ]
+)
+"""Columns of a planned invoke: `key` is the user's id, `row_start` counts over the whole store, `n_rows` is reserved,
+`truncated` says that the prompt was cut to the model's length."""
+SUMMARY_COLUMNS = [name for name in INVOKE_SCHEMA.names if name != "token_ids"]
+SKIPPED_SCHEMA = pa.schema(
+    [
+        pa.field("invoke", pa.int64(), nullable=False),
+        pa.field("key", pa.string()),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("reason", pa.string(), nullable=False),
+        pa.field("detail", pa.string()),
+    ]
+)
+SKIPPED_FILE = "skipped.parquet"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSource:
+    """A plan that is not on disk yet: one table of `INVOKE_SCHEMA` a unit, in order, and the skipped invokes."""
+
+    units: Iterable[pa.Table]
+    skipped: pa.Table | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFiles:
+    """A written plan: its folder, counts, content hash, and (bytes, xxh3-128) of each file by name."""
+
+    folder: Path
+    hash: str
+    n_units: int
+    n_invokes: int
+    n_skipped: int
+    files: dict[str, tuple[int, str]]
+
+
+def invoke_file(number: int) -> str:
+    """Name of the `number`-th file of planned invokes."""
+    return f"invokes-{number:05d}.parquet"
+
+
+def write_plan(folder: Path, units: Iterable[pa.Table], skipped: pa.Table | None = None) -> PlanFiles:
+    """Write a plan into `folder`, holding at most one file's units in memory.
+
+    `units` yields one non-empty table of `INVOKE_SCHEMA` a unit, numbered 0, 1, … in their `unit` column, rows in order
+    of place. `FormatError` names the unit that breaks this.
+    """
+    make_folder(folder)
+    files: dict[str, tuple[int, str]] = {}
+    n_units = n_invokes = 0
+    sink: io.BytesIO | None = None
+    writer: pq.ParquetWriter | None = None
+
+    def finish(name: str) -> None:
+        assert writer is not None and sink is not None
+        writer.close()
+        content = sink.getbuffer()
+        write_file(folder / name, content)
+        files[name] = (len(content), digest(content))
+
+    for unit, table in enumerate(units):
+        table = _checked(table, unit)
+        if unit % UNITS_PER_FILE == 0:
+            if unit:
+                finish(invoke_file(unit // UNITS_PER_FILE - 1))
+            sink = io.BytesIO()
+            writer = pq.ParquetWriter(sink, INVOKE_SCHEMA, compression="zstd", use_dictionary=False)
+        assert writer is not None
+        writer.write_table(table, row_group_size=len(table))
+        n_units += 1
+        n_invokes += len(table)
+    if n_units:
+        finish(invoke_file((n_units - 1) // UNITS_PER_FILE))
+    skipped = SKIPPED_SCHEMA.empty_table() if skipped is None else skipped.select(SKIPPED_SCHEMA.names)
+    buffer = io.BytesIO()
+    pq.write_table(skipped.cast(SKIPPED_SCHEMA), buffer, compression="zstd")
+    write_file(folder / SKIPPED_FILE, buffer.getbuffer())
+    files[SKIPPED_FILE] = (len(buffer.getbuffer()), digest(buffer.getbuffer()))
+    sync_folder(folder)
+    content_hash = digest("\n".join(f"{name} {value}" for name, (_, value) in sorted(files.items())).encode())
+    return PlanFiles(
+        folder=folder, hash=content_hash, n_units=n_units, n_invokes=n_invokes, n_skipped=len(skipped), files=files
+    )
+
+
+def _checked(table: pa.Table, unit: int) -> pa.Table:
+    if "truncated" not in table.column_names:
+        table = table.append_column("truncated", pa.array([False] * len(table), pa.bool_()))
+    try:
+        table = table.select(INVOKE_SCHEMA.names).cast(INVOKE_SCHEMA).combine_chunks()
+    except (KeyError, pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
+        raise FormatError(f"The plan of unit {unit} has other columns than a plan needs: {error}") from None
+    if not len(table):
+        raise FormatError(f"The plan of unit {unit} is empty; a unit holds at least one invoke.")
+    numbers = set(table.column("unit").to_pylist())
+    if numbers != {unit}:
+        raise FormatError(f"The plan's table number {unit} belongs to units {sorted(numbers)}.")
+    return table
+
+
+class PlanReader:
+    """Reads the plan in `folder`; keeps a few open files, so reading units in order or at random is cheap."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file = lru_cache(maxsize=4)(self._open)
+
+    def read_unit(self, unit: int, *, columns: list[str] | None = None) -> pa.Table:
+        """The invokes of `unit`, in row order, columns of `INVOKE_SCHEMA`; no other unit is read."""
+        file = self._file(unit // UNITS_PER_FILE)
+        group = unit % UNITS_PER_FILE
+        if unit < 0 or group >= file.num_row_groups:
+            raise RunFolderError(f"Unit {unit} is not in the plan in {self.folder}.")
+        try:
+            return file.read_row_group(group, columns=columns, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedError(f"The plan of unit {unit} in {self.folder} cannot be read: {error}") from error
+
+    def summaries(self) -> Iterator[pa.Table]:
+        """The whole plan without token ids, one table a unit, in order."""
+        for number in range(len(list(self.folder.glob("invokes-*.parquet")))):
+            file = self._file(number)
+            for group in range(file.num_row_groups):
+                yield file.read_row_group(group, columns=SUMMARY_COLUMNS, use_threads=False)
+
+    def summary(self) -> pa.Table:
+        """The whole plan without token ids as one table, in unit then row order."""
+        tables = [
+            self._file(number).read(columns=SUMMARY_COLUMNS)
+            for number in range(len(list(self.folder.glob("invokes-*.parquet"))))
+        ]
+        return pa.concat_tables(tables) if tables else INVOKE_SCHEMA.empty_table().select(SUMMARY_COLUMNS)
+
+    def skipped(self) -> pa.Table:
+        """The invokes that were never planned, columns of `SKIPPED_SCHEMA`."""
+        return self._parquet(SKIPPED_FILE).read()
+
+    def close(self) -> None:
+        """Close the open files."""
+        self._file.cache_clear()
+
+    def _open(self, number: int) -> pq.ParquetFile:
+        return self._parquet(invoke_file(number))
+
+    def _parquet(self, name: str) -> Any:
+        path = self.folder / name
+        try:
+            return pq.ParquetFile(path, memory_map=True)
+        except FileNotFoundError:
+            raise DamagedError(f"The plan file {path} is missing.") from None
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedError(f"The plan file {path} cannot be read: {error}") from error
+
+
+def read_unit(folder: Path, unit: int) -> pa.Table:
+    """The invokes of one unit of the plan in `folder`; `PlanReader` is faster for many."""
+    return PlanReader(folder).read_unit(unit)
