@@ -99,7 +99,7 @@ def scale_weights(model: torch.nn.Module, *, seed: int = 0) -> None:
 def train_tokenizer(path: Path, *, vocab: int = 1024, max_length: int = 2048) -> Path:
     """Train a byte-level BPE tokenizer of exactly `vocab` entries on the demo text and write its files into `path`.
 
-    Ids 0, 1, 2 are BOS, EOS, PAD. BOS is added in front by default, as Llama's tokenizer does; there is a chat template.
+    Ids 0, 1, 2 are BOS, EOS, PAD. BOS is added in front by default, as Llama's does; there is a chat template.
     """
     specials = [BOS, EOS, PAD, _ROLE_START, _ROLE_END]
     tokenizer = Tokenizer(models.BPE())
