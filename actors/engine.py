@@ -18,8 +18,7 @@ from pathlib import Path
 from actors.feeder import Feeder, PlannedInvoke
 from actors.origin import check_origin
 from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
-from storage.plan_files import read_unit
-from storage.run_folder import RunFolder
+from storage.plan_files import PlanReader
 
 # A driver asks for statistics each second; silence of this length means that it is gone or cut off.
 DRIVER_SILENCE_S = 120.0
@@ -32,6 +31,7 @@ class EngineActor:
     def __init__(self, spec: EngineSpec, origin: str) -> None:
         check_origin(origin)
         self._spec = spec
+        self._plan = PlanReader(Path(spec.run_path) / "plan")
         self._feeder: Feeder | None = None
         self._heard_s = time.monotonic()
         self._parent_pid = os.getppid()
@@ -63,13 +63,13 @@ class EngineActor:
 
     def _read_unit(self, unit: int) -> Iterator[PlannedInvoke]:
         layout = self._spec.layout
-        table = read_unit(RunFolder.open(Path(self._spec.run_path)).plan_path, unit)
-        for row in table.to_pylist():
+        for row in self._plan.read_unit(unit).to_pylist():
             yield PlannedInvoke(
                 invoke=row["invoke"],
                 unit_row=row["row_start"] - unit * layout.unit_rows,
                 n_rows=row["n_rows"],
                 max_tokens=row["max_tokens"],
+                truncated=row["truncated"],
                 token_ids=row["token_ids"],
             )
 

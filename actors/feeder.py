@@ -44,6 +44,8 @@ class PlannedInvoke:
     n_rows: int
     max_tokens: int
     token_ids: list[int]
+    truncated: bool = False
+    """The prompt was cut to the model's length."""
 
 
 class LlmLike(Protocol):
@@ -220,7 +222,7 @@ class Feeder:
                 unit_row=planned.unit_row,
                 n_planned_rows=planned.n_rows,
                 n_rows=n_rows,
-                status="ok",
+                status="truncated" if planned.truncated else "ok",
                 may_have_surplus=generates,
             )
         )

@@ -78,7 +78,7 @@ class InvokeOutcome:
     n_rows: int
     """Rows that count; the rest of the planned ones are holes."""
     status: str
-    """`ok`, or `truncated` when generation ended by an abort."""
+    """`ok`, or `truncated` when the prompt was cut to the model's length."""
     may_have_surplus: bool = False
     """Rows after the end may have been taken and must be given back."""
 

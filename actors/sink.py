@@ -41,6 +41,7 @@ class UnitWriterLike(Protocol):
 
     def write(self, array: str, row: int, data: NDArray[Any]) -> None: ...
     def clear(self, array: str, row: int, n: int) -> None: ...
+    def mask(self, array: str) -> NDArray[np.bool_]: ...
     def abort(self) -> None: ...
 
 
@@ -187,8 +188,10 @@ class Sink:
         for outcome in outcomes:
             extra = outcome.n_planned_rows - outcome.n_rows
             if extra > 0 and outcome.may_have_surplus:
+                end = outcome.unit_row + outcome.n_rows
                 for array in self._arrays:
-                    state.writer.clear(array, outcome.unit_row + outcome.n_rows, extra)
+                    for row in np.flatnonzero(state.writer.mask(array)[end : end + extra]):
+                        state.writer.clear(array, end + int(row), 1)
                 surplus += extra
         return surplus
 
@@ -250,6 +253,10 @@ class NullWriter:
 
     def clear(self, array: str, row: int, n: int) -> None:
         """Nothing to give back."""
+
+    def mask(self, array: str) -> NDArray[np.bool_]:
+        """No row is kept."""
+        return np.zeros(0, np.bool_)
 
     def abort(self) -> None:
         """Nothing to drop."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from actors.protocol import EngineSpec, EngineStats, Receipt, UnitFailure
+from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
 from harvest.config import RunConfig
 from harvest.errors import RunError
 from harvest.events import EventLog
@@ -125,28 +125,25 @@ class Driver:
                 case UnitEnded(engine=engine, result=Receipt() as receipt):
                     receipts.append((engine, receipt))
                 case UnitEnded(engine=engine, lease=lease, result=UnitFailure() as failure):
-                    self._scheduler.fail(lease, f"{failure.kind}: {failure.message}")
-                    self._events.emit(
-                        "unit_failed",
-                        engine=engine,
-                        unit=lease.unit,
-                        attempt=lease.attempt,
-                        error=f"{failure.kind}: {failure.message}",
-                        traceback=failure.traceback,
-                    )
+                    self._fail(engine, lease, f"{failure.kind}: {failure.message}", failure.traceback)
         self._publish(receipts)
 
     def _publish(self, receipts: list[tuple[str, Receipt]]) -> None:
-        live = [(engine, receipt) for engine, receipt in receipts if self._scheduler.commit(receipt.lease)]
+        live = [(engine, receipt) for engine, receipt in receipts if self._scheduler.is_live(receipt.lease)]
         staged: list[UnitReceipt] = [receipt.storage for _, receipt in live if receipt.storage is not None]
-        if staged:
-            self._committer.publish(staged)
+        refused = self._committer.publish(staged).refused if staged else {}
         for engine, receipt in live:
+            lease = receipt.lease
+            reason = refused.get((lease.unit, lease.attempt))
+            if reason is not None:
+                self._fail(engine, lease, f"refused: {reason}", "")
+                continue
+            self._scheduler.commit(lease)
             self._events.emit(
                 "commit",
                 engine=engine,
-                unit=receipt.lease.unit,
-                attempt=receipt.lease.attempt,
+                unit=lease.unit,
+                attempt=lease.attempt,
                 n_invokes=receipt.n_invokes,
                 n_prompt_tokens=receipt.n_prompt_tokens,
                 n_generated_tokens=receipt.n_generated_tokens,
@@ -155,6 +152,12 @@ class Driver:
                 engine_s=round(receipt.engine_s, 3),
                 seal_s=round(receipt.seal_s, 3),
             )
+
+    def _fail(self, engine: str, lease: Lease, error: str, traceback: str) -> None:
+        self._scheduler.fail(lease, error)
+        self._events.emit(
+            "unit_failed", engine=engine, unit=lease.unit, attempt=lease.attempt, error=error, traceback=traceback
+        )
 
     def _lose(self, lost: EngineLost, pool: EnginePool) -> None:
         leases = self._scheduler.lose_engine(lost.engine, lost.reason)

@@ -87,13 +87,15 @@ class Scheduler:
         self._leased[lease] = engine
         return lease
 
-    def commit(self, lease: Lease) -> bool:
-        """A receipt has come; False when the lease is no longer live, and the receipt must be dropped."""
-        if self._leased.pop(lease, None) is None:
-            return False
+    def is_live(self, lease: Lease) -> bool:
+        """False for a lease that was given up: its receipt must be dropped."""
+        return lease in self._leased
+
+    def commit(self, lease: Lease) -> None:
+        """The unit of a live lease is committed."""
+        del self._leased[lease]
         self.n_committed += 1
         self._engine_losses = 0
-        return True
 
     def fail(self, lease: Lease, reason: str) -> None:
         """An attempt failed while its engine lives."""

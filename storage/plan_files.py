@@ -1,8 +1,8 @@
 """The plan on disk: which invoke lies where, as Parquet that any tool reads.
 
-`plan/invokes-<nnnnn>.parquet` holds the units in order, one row group each, `UNITS_PER_FILE` a file, so one unit is read
-without touching another. `plan/skipped.parquet` lists the invokes that were never planned, with the reason. The files are
-written once, when the run is made; their digests are in `run.json`.
+`plan/invokes-<nnnnn>.parquet` holds the units in order, one row group each, `UNITS_PER_FILE` a file, so one unit is
+read without touching another. `plan/skipped.parquet` lists the invokes that were never planned, with the reason. The
+files are written once, when the run is made; their digests are in `run.json`.
 """
 
 from __future__ import annotations

@@ -48,15 +48,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, data):
         if self.live:
             lease = data.draw(st.sampled_from(sorted(self.live, key=str)))
-            assert self.scheduler.commit(lease)
+            assert self.scheduler.is_live(lease)
+            self.scheduler.commit(lease)
             del self.live[lease]
             self.dead.append(lease)
             self.committed.add(lease.unit)
 
     @rule(data=st.data())
-    def commit_late(self, data):
+    def late_results_are_known(self, data):
         if self.dead:
-            assert not self.scheduler.commit(data.draw(st.sampled_from(self.dead)))
+            lease = data.draw(st.sampled_from(self.dead))
+            assert not self.scheduler.is_live(lease)
+            self.scheduler.fail(lease, "late")
 
     @rule(data=st.data())
     def fail(self, data):

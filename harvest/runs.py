@@ -1,0 +1,191 @@
+"""Runs: plan, harvest, resume, summarise. What the command line and scripts call.
+
+A run folder is resumed only under the content it was planned with; settings that decide speed may change.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from actors.protocol import EngineSpec
+from actors.selection import Selection
+from harvest.config import RunConfig
+from harvest.errors import PlanError
+from harvest.events import EventLog
+from harvest.planning import make_plan
+from harvest.progress import ProgressView
+from harvest.summary import RunSummary, read_events, sum_events
+from storage.commit import Committer
+from storage.format import StoreLayout
+from storage.ledger import read_ledger
+from storage.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRun:
+    """A run folder and the totals of its plan."""
+
+    path: Path
+    layout: StoreLayout
+    n_invokes: int
+    n_skipped: int
+    n_prompt_tokens: int
+    n_rows: int
+    new: bool
+    """Made by this call."""
+
+
+def open_or_plan(config: RunConfig, console: Console | None = None) -> PlannedRun:
+    """The run folder of a configuration, made when it is not there.
+
+    Raises:
+        PlanError: the folder holds a run of another content; the message lists the differences.
+    """
+    path = Path(config.store.path)
+    new = not RunFolder.exists(path)
+    if new:
+        folder = make_plan(config, console.print if console else _say_nothing)
+    else:
+        folder = RunFolder.open(path)
+        _refuse_other_content(folder, config)
+    return PlannedRun(
+        path=path,
+        layout=folder.layout,
+        n_invokes=folder.run["n_invokes"],
+        n_skipped=folder.run["n_skipped"],
+        n_prompt_tokens=folder.run["n_prompt_tokens"],
+        n_rows=folder.run["n_rows"],
+        new=new,
+    )
+
+
+def run(config: RunConfig, console: Console | None = None) -> RunSummary:
+    """Harvest a configuration to its end, or resume it.
+
+    Raises:
+        HarvestError: the run cannot begin, or stopped; committed units stay and the same call resumes.
+        StorageError: the folder is damaged, locked by another driver, or cannot be written.
+    """
+    console = console or Console(quiet=True)
+    planned = open_or_plan(config, console)
+    folder = RunFolder.open(planned.path)
+    state = read_ledger(folder.ledger)
+    if state.complete is not None:
+        console.print(f"{planned.path} is complete already; no engine was started.")
+        return summarise(planned.path)
+    with Committer.open(folder) as committer:
+        totals = sum_events(read_events(folder.events))
+        before = sum(
+            event["n_prompt_tokens"] + event["n_generated_tokens"] - event["n_invokes"]
+            for unit, event in totals.commits.items()
+            if unit in committer.committed
+        )
+        if committer.committed:
+            console.print(f"resuming: {len(committer.committed):,} of {folder.layout.n_units:,} units are committed")
+        view = ProgressView(console, n_tokens=planned.n_prompt_tokens, n_committed_tokens=before)
+        with EventLog(folder.events, view) as events, view:
+            events.emit("session", pid=os.getpid(), n_committed=len(committer.committed))
+            complete = _drive(config, folder, committer, events)
+        if complete:
+            committer.finalise()
+    return summarise(planned.path)
+
+
+def _drive(config: RunConfig, folder: RunFolder, committer: Committer, events: EventLog) -> bool:
+    if len(committer.committed) == folder.layout.n_units:
+        return True
+    # Ray takes seconds to import and start, so it comes only when there is work.
+    from harvest.cluster import connected
+    from harvest.driver import Driver
+
+    with connected():
+        driver = Driver(config=config, spec=engine_spec(config, folder), committer=committer, events=events)
+        return driver.drive().complete
+
+
+def engine_spec(config: RunConfig, folder: RunFolder) -> EngineSpec:
+    """What the engines of a run are made from."""
+    generation = config.capture.generation
+    sampling: dict[str, Any] = {
+        "temperature": generation.temperature,
+        "top_p": generation.top_p,
+        "top_k": generation.top_k,
+        "min_tokens": generation.min_tokens,
+        "ignore_eos": generation.ignore_eos,
+        "stop": list(generation.stop),
+        "seed": generation.seed,
+    }
+    return EngineSpec(
+        run_path=str(folder.path.resolve()),
+        model=folder.run["model"],
+        locations=tuple(location["name"] for location in folder.run["locations"]),
+        layout=folder.layout,
+        selection=Selection.from_json(folder.run["selection"]),
+        sampling=sampling,
+        generates=generation.max_tokens > 1,
+        seed=config.seed,
+        tensor_parallel_size=config.engine.tensor_parallel_size,
+        dtype=config.model.dtype,
+        max_model_len=folder.run["max_model_len"],
+        trust_remote_code=config.model.trust_remote_code,
+        tokenizer=config.model.tokenizer,
+        revision=config.model.revision,
+        vllm=config.engine.vllm,
+        ring_bytes=config.limits.ring_bytes,
+        writer_threads=config.limits.writer_threads,
+    )
+
+
+def summarise(path: Path | str) -> RunSummary:
+    """Totals of a run from its folder alone."""
+    folder = RunFolder.open(path)
+    state = read_ledger(folder.ledger)
+    totals = sum_events(read_events(folder.events))
+    commits = [event for unit, event in totals.commits.items() if unit in state.units]
+    n_rows = sum(unit.rows for unit in state.units.values())
+    return RunSummary(
+        path=Path(path),
+        complete=state.complete is not None,
+        n_units=folder.layout.n_units,
+        n_committed=len(state.units),
+        n_invokes=folder.run["n_invokes"],
+        n_skipped=folder.run["n_skipped"],
+        n_stored_invokes=sum(event["n_invokes"] for event in commits),
+        n_tokens=sum(
+            event["n_prompt_tokens"] + event["n_generated_tokens"] - event["n_invokes"] for event in commits
+        ),
+        n_rows=n_rows,
+        n_locations=len(folder.layout.locations),
+        stored_bytes=sum(event["stored_bytes"] for event in commits),
+        engine_s=totals.engine_s,
+        n_engine_losses=totals.n_engine_losses,
+        n_failed_attempts=totals.n_failed_attempts,
+    )
+
+
+def _refuse_other_content(folder: RunFolder, config: RunConfig) -> None:
+    planned, asked = folder.run["content"], config.content()
+    differences = list(_differences(planned, asked))
+    if differences:
+        raise PlanError(
+            f"{folder.path} holds a run of another configuration: {'; '.join(differences)}. Choose another store.path, "
+            "or go back to the planned values"
+        )
+
+
+def _differences(planned: Any, asked: Any, where: str = "") -> list[str]:
+    if isinstance(planned, dict) and isinstance(asked, dict):
+        found: list[str] = []
+        for key in [*planned, *(key for key in asked if key not in planned)]:
+            found += _differences(planned.get(key), asked.get(key), f"{where}.{key}" if where else key)
+        return found
+    return [] if planned == asked else [f"{where} was {planned!r}, is {asked!r}"]
+
+
+def _say_nothing(line: str) -> None:
+    """Discard."""
