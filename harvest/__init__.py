@@ -1,1 +1,36 @@
 """What users import and run: the block client, plan, run, open and the command line."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harvest.blocks.errors import BlockError, LoopCutError, LoopCutWarning, SourceError
+    from harvest.blocks.results import BlockResult
+    from harvest.blocks.save import save
+    from harvest.blocks.vllm import VLLM
+
+# Names that need torch, vLLM or Ray are looked up when they are used: importing harvest imports none of them.
+_LAZY = {
+    "VLLM": "harvest.blocks.vllm",
+    "BlockResult": "harvest.blocks.results",
+    "save": "harvest.blocks.save",
+    "BlockError": "harvest.blocks.errors",
+    "LoopCutError": "harvest.blocks.errors",
+    "LoopCutWarning": "harvest.blocks.errors",
+    "SourceError": "harvest.blocks.errors",
+}
+
+__all__ = ["VLLM", "BlockError", "BlockResult", "LoopCutError", "LoopCutWarning", "SourceError", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'harvest' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,143 @@
+"""Mixins that drive a :class:`BlockRuntime` from vLLM's model runners, and the scheduler that goes with them.
+
+Tested on vLLM 0.32.0. V1 (`v1/worker/gpu_model_runner.py`, used on CPU) computes logits at the end of
+``execute_model`` and samples in ``sample_tokens``; V2 (`v1/worker/gpu/model_runner.py`, the GPU default) does both in
+``sample``. What a step's ended blocks are called travels to the scheduler as an attribute of ``ModelRunnerOutput``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from actors.worker.blocks.runtime import BlockRuntime
+from actors.worker.blocks.wire import EXTRA_ARGS_KEY
+from actors.worker.step import StepRows
+
+if TYPE_CHECKING:
+    from actors.worker.blocks.wire import BlockOutcome
+
+ENDED_ATTRIBUTE = "harvest_ended_requests"
+"""Attribute of ModelRunnerOutput: ids of requests to end after this step."""
+
+
+class _BlocksMixin:
+    """What both runners share."""
+
+    blocks: BlockRuntime | None = None
+    vllm_config: Any
+    device: Any
+
+    def install_blocks(self, *, block_time_limit_s: float | None) -> None:
+        """Call once the model is loaded."""
+        self.blocks = BlockRuntime(
+            self.get_model(),  # type: ignore[attr-defined]
+            device=torch.device(self.device),
+            tp_size=self.vllm_config.parallel_config.tensor_parallel_size,
+            make_tokenizer=self._make_tokenizer,
+            block_time_limit_s=block_time_limit_s,
+        )
+
+    def _make_tokenizer(self) -> Any:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        return cached_tokenizer_from_config(self.vllm_config.model_config)
+
+    def _take_on_requests(self, scheduler_output: Any) -> None:
+        if self.blocks is None:
+            return
+        if scheduler_output.finished_req_ids and self.blocks.n_tasks:
+            self.blocks.drop(scheduler_output.finished_req_ids)
+        for request in scheduler_output.scheduled_new_reqs:
+            params = request.sampling_params
+            if params is not None and params.extra_args and EXTRA_ARGS_KEY in params.extra_args:
+                self.blocks.add_request(request.req_id, params.extra_args[EXTRA_ARGS_KEY])
+
+    def _name_ended(self, output: Any) -> Any:
+        if self.blocks is not None and self.blocks.ended_requests:
+            setattr(output, ENDED_ATTRIBUTE, self.blocks.take_ended())
+        return output
+
+
+class BlocksV1Mixin(_BlocksMixin):
+    """For subclasses of vLLM's V1 runner; put it before the runner in the bases."""
+
+    _block_rows: StepRows | None = None
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        self._take_on_requests(scheduler_output)
+        return super()._update_states(scheduler_output)  # type: ignore[misc]
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        if self.blocks is not None and self.blocks.n_tasks:
+            batch = self.input_batch  # type: ignore[attr-defined]
+            n_requests = batch.num_reqs
+            starts = np.zeros(n_requests + 1, np.int64)
+            np.cumsum(num_scheduled_tokens[:n_requests], out=starts[1:])
+            self._block_rows = StepRows.checked(
+                request_ids=tuple(batch.req_ids[:n_requests]),
+                starts=starts,
+                first_positions=batch.num_computed_tokens_cpu[:n_requests],
+                scheduled=scheduler_output.num_scheduled_tokens,
+            )
+        return prepared
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        blocks = self.blocks
+        if blocks is None:
+            return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        rows, self._block_rows = self._block_rows, None
+        blocks.begin_step(rows)
+        output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        blocks.end_forward()
+        return output
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        blocks = self.blocks
+        if blocks is None or not blocks.active or logits is None:
+            return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        blocks.serve_logits(logits)
+        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        blocks.serve_samples(output.sampled_token_ids)
+        blocks.end_step()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return self._name_ended(super().sample_tokens(grammar_output))  # type: ignore[misc]
+
+
+class BlockWorkerMixin:
+    """RPC methods of a worker whose runner serves blocks."""
+
+    model_runner: Any
+    rank: int
+
+    def finish_blocks(
+        self, finished: list[tuple[str, Any]], limit_bytes: int, keep_buffers: bool
+    ) -> list[tuple[str, list[Any]]] | None:
+        """End the blocks of finished requests; (key, outcomes as parcels or failures) from rank 0, None elsewhere."""
+        from actors.worker.blocks.returns import pack_outcome
+
+        blocks: BlockRuntime = self.model_runner.blocks
+        results: list[tuple[str, list[Any]]] = []
+        for key, output in finished:
+            outcomes: list[BlockOutcome] = blocks.finish(key, output)
+            if self.rank == 0:
+                results.append(
+                    (
+                        key,
+                        [
+                            pack_outcome(outcome, limit_bytes=limit_bytes, keep_buffers=keep_buffers)
+                            for outcome in outcomes
+                        ],
+                    )
+                )
+        return results if self.rank == 0 else None
+
+    def count_blocks(self) -> int:
+        """Blocks that this rank still holds."""
+        blocks: BlockRuntime = self.model_runner.blocks
+        return blocks.n_tasks
