@@ -137,6 +137,8 @@ def resolve_model(model: str, cache_dir: Path | None = None) -> str:
     """
     if model in _MODELS:
         return str(get_model(model, cache_dir))
+    if not model:
+        raise ModelError("The model name is empty. Give a name of `harvest models list`, a folder, or a hub id.")
     path = Path(model).expanduser()
     if path.is_dir():
         check_model_folder(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -150,8 +151,11 @@ def test_metadata_names_every_module_the_code_imports() -> None:
     imported: dict[str, Path] = {}
     for package in ("harvest", "actors", "storage"):
         for source in (ROOT / package).rglob("*.py"):
-            for name in re.findall(r"^\s*(?:from|import) ([a-zA-Z_]\w*)", source.read_text(encoding="utf-8"), re.M):
-                imported[name] = source
+            for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                    imported[node.module.split(".")[0]] = source
+                elif isinstance(node, ast.Import):
+                    imported.update({alias.name.split(".")[0]: source for alias in node.names})
     ours = {"harvest", "actors", "storage", *sys.stdlib_module_names}
     unknown = {
         name: str(source.relative_to(ROOT))
