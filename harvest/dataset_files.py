@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import io
 import json
 import lzma
 import os
@@ -40,6 +41,7 @@ _MAGIC = {
 }
 _SUFFIXES_TEXT = ", ".join(_FORMATS)
 _HASH_BYTES = 1 << 22
+_XZ_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,7 @@ class DataFile:
     def open(self) -> IO[bytes]:
         """The decompressed bytes as a stream; reading raises OSError, EOFError or LZMAError where they are damaged."""
         if self.compression == "xz":
-            return cast("IO[bytes]", lzma.open(self.path, "rb"))
+            return io.BufferedReader(_XzStream(self.path), 1 << 20)
         if self.compression:
             return cast("IO[bytes]", pa.input_stream(str(self.path), compression=self.compression))
         return open(self.path, "rb", buffering=0)
@@ -69,6 +71,45 @@ class DataFile:
             f"{self.path} is damaged or is no {what} file: {error}. Get the file again, set dataset.format if its name "
             "misleads, or leave it out of dataset.path"
         )
+
+
+class _XzStream(io.RawIOBase):
+    """Decompressed bytes of an xz file. Unlike `lzma.open`, it takes no damaged later part for harmless padding."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "rb")
+        self._decompressor = lzma.LZMADecompressor()
+        self._is_between = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while True:
+            compressed = b""
+            if self._decompressor.eof:
+                compressed = self._decompressor.unused_data
+                self._decompressor = lzma.LZMADecompressor()
+                self._is_between = True
+            if self._is_between:
+                compressed = (compressed or self._file.read(_XZ_BYTES)).lstrip(b"\0")
+                if not compressed:
+                    if self._file.peek(1):
+                        continue
+                    return 0
+                self._is_between = False
+            elif self._decompressor.needs_input:
+                compressed = self._file.read(_XZ_BYTES)
+                if not compressed:
+                    raise EOFError("the compressed data ends early")
+            data = self._decompressor.decompress(compressed, len(buffer))
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def find_files(paths: Sequence[str], format: Format | Literal["auto"], base: Path) -> tuple[DataFile, ...]:

@@ -210,7 +210,11 @@ def _unusable_jsonl(file: DataFile, columns: Columns, lines: list[bytes]) -> Dat
     if names:
         return _no_column(file, columns.source, names)
     first = next(line for line in lines if line.strip())
-    detail = "a JSON array; write one object a line" if first.lstrip().startswith(b"[") else repr(first[:60])
+    detail = (
+        "a JSON array; write one object a line"
+        if first.lstrip().startswith(b"[")
+        else repr(first[:60].decode(errors="replace"))
+    )
     return DatasetError(
         f"{file.path} is no JSON lines file: none of its first {len(lines)} lines is a JSON object; it starts with "
         f"{detail}"
