@@ -1,8 +1,8 @@
 """The Zarr data type `bfloat16`, so that zarr-python opens what a run stores.
 
-It is found by zarr through the entry point group `zarr.data_type`; importing this module registers it too, which covers
-a source tree that is not installed. Scalars keep their bits: a NaN with a payload and a negative zero come back as such.
-Only the little-endian form exists, because numpy cannot swap the bytes of this type.
+It is found by zarr through the entry point group `zarr.data_type`; importing this module registers it too, which
+covers a source tree that is not installed. Scalars keep their bits: a NaN with a payload and a negative zero come
+back as such. Only the little-endian form exists, because numpy cannot swap the bytes of this type.
 """
 
 from __future__ import annotations

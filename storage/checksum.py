@@ -62,7 +62,9 @@ class RowChecksum:
         columns = np.array(self._column(rows), np.uint32)
         bits = (np.arange(256)[:, None] >> np.arange(8)) & 1
         return [
-            np.bitwise_xor.reduce(np.where(bits, columns[8 * byte : 8 * byte + 8], 0).astype(np.uint32), axis=1).tolist()
+            np.bitwise_xor.reduce(
+                np.where(bits, columns[8 * byte : 8 * byte + 8], 0).astype(np.uint32), axis=1
+            ).tolist()
             for byte in range(4)
         ]
 

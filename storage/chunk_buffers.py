@@ -94,7 +94,9 @@ class ChunkBuffers:
                 self._filled[chunk] -= 1
 
     def flush(self, present: np.ndarray[Any, Any]) -> int:
-        """Write every incomplete chunk that `present` (bool [chunks]) names; return the end of the chunks in the file."""
+        """Write every incomplete chunk that `present` (bool [chunks]) names; return the end of the chunks in the
+        file.
+        """
         for chunk in sorted({*self._open, *self._parked}):
             if present[chunk]:
                 self._put(chunk, self._buffer(chunk).reshape(-1))

@@ -1,9 +1,10 @@
 """The single committer of a run: lock, recovery, publication, finalising.
 
-Order of publication, which makes a unit visible wholly or not at all whatever is lost in a crash: the attempt's files are
-durable (sealed with fsync) → renamed into the store → their folders synced → receipts appended and synced → ledger lines
-appended and synced. **Visible means: in the ledger.** A unit that was renamed but not recorded is ignored by readers and
-overwritten, file by file, by the next attempt, since every attempt at a unit makes the same set of files.
+Order of publication, which makes a unit visible wholly or not at all whatever is lost in a crash: the attempt's files
+are durable (sealed with fsync) → renamed into the store → their folders synced → receipts appended and synced →
+ledger lines appended and synced. **Visible means: in the ledger.** A unit that was renamed but not recorded is
+ignored by readers and overwritten, file by file, by the next attempt, since every attempt at a unit makes the same
+set of files.
 
 An attempt number is `incarnation x ATTEMPTS + n`: each opening of the run is an incarnation, recorded in the ledger, so
 numbers never repeat and a receipt of an earlier driver's attempt is recognised and dropped.
@@ -22,7 +23,6 @@ from typing import Any
 
 from storage.errors import ReceiptError, RunLockedError, StorageError, WriteError
 from storage.files import digest, lock_file, make_folder, remove_tree, rename, replace_file, sync_folder, write_file
-from storage.format import STATUSES
 from storage.ledger import AppendFile, CommittedUnit, LedgerWriter, read_ledger
 from storage.receipt import InvokeReceipt, UnitReceipt, expected_mask_crcs
 from storage.receipts_file import read_receipt
@@ -55,6 +55,7 @@ class Committer:
         self._complete = state.complete
         self._attempts: dict[int, int] = {}
         self.incarnation = state.incarnation
+        remove_tree(run.path / ".creating")
         remove_tree(run.staging)
         make_folder(run.staging)
         if self._complete is None:
@@ -66,13 +67,15 @@ class Committer:
     def open(cls, run: RunFolder) -> Committer:
         """Take the driver's lock and recover from whatever the last driver left.
 
-        Stale staging is deleted and a torn tail of the ledger dropped. Raises `RunLockedError` while another driver holds
-        the run, `LedgerError` where the ledger is damaged.
+        Stale staging is deleted and a torn tail of the ledger dropped. Raises `RunLockedError` while another driver
+        holds the run, `LedgerError` where the ledger is damaged.
         """
         lock = lock_file(run.lock)
         if lock is None:
             holder = run.lock.read_text().strip() or "unknown"
-            raise RunLockedError(f"Another driver ({holder}) holds the run at {run.path}. Wait for it, or end it first.")
+            raise RunLockedError(
+                f"Another driver ({holder}) holds the run at {run.path}. Wait for it, or end it first."
+            )
         try:
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -108,10 +111,10 @@ class Committer:
     def publish(self, receipts: Sequence[UnitReceipt]) -> Published:
         """Make the units of `receipts` visible, with one round of fsyncs for all of them.
 
-        A receipt for a committed unit, or of an earlier incarnation, is dropped with its staged files. One that does not
-        describe its unit (files or rows missing, invokes other than planned) is refused with the reason and its files
-        are deleted; the others go on. `WriteError` leaves everything as it was, except that files may be renamed already:
-        publish again, or attempt the unit again.
+        A receipt for a committed unit, or of an earlier incarnation, is dropped with its staged files. One that does
+        not describe its unit (files or rows missing, invokes other than planned) is refused with the reason and its
+        files are deleted; the others go on. `WriteError` leaves everything as it was, except that files may be
+        renamed already: publish again, or attempt the unit again.
         """
         dropped: list[tuple[int, int]] = []
         refused: dict[tuple[int, int], str] = {}
@@ -149,7 +152,9 @@ class Committer:
             return
         missing = self.run.layout.n_units - len(self._units)
         if missing:
-            raise StorageError(f"{missing} of {self.run.layout.n_units} units are not committed yet; nothing finalised.")
+            raise StorageError(
+                f"{missing} of {self.run.layout.n_units} units are not committed yet; nothing finalised."
+            )
         receipts = [read_receipt(self.run, self._units[unit]) for unit in sorted(self._units)]
         staged = self.run.staging / "index"
         remove_tree(staged)
@@ -239,7 +244,7 @@ class Committer:
         layout = self.run.layout
         name = f"Attempt {receipt.attempt} at unit {receipt.unit}"
         files = {(file.array, file.shard): file for file in receipt.files}
-        wanted = set(layout.unit_files(receipt.unit))
+        wanted: set[tuple[str, int]] = set(layout.unit_files(receipt.unit))
         if set(files) != wanted or len(receipt.files) != len(wanted):
             some = sorted(wanted.symmetric_difference(files))[:3]
             raise ReceiptError(f"{name} has missing or foreign files: {some}.")
@@ -254,13 +259,13 @@ class Committer:
         ).to_pydict()
         told = {x.invoke: x for x in receipt.invokes}
         if set(told) != set(plan["invoke"]) or len(told) != len(receipt.invokes):
-            some = sorted(set(told).symmetric_difference(plan["invoke"]))[:3]
-            raise ReceiptError(f"{name} does not say how every planned invoke ended, once each (see invokes {some}).")
+            differ = sorted(set(told).symmetric_difference(plan["invoke"]))[:3]
+            raise ReceiptError(f"{name} does not say how every planned invoke ended, once each (see invokes {differ}).")
         for invoke, reserved, max_tokens in zip(plan["invoke"], plan["n_rows"], plan["max_tokens"], strict=True):
             one = told[invoke]
             if one.n_rows > reserved or (one.status == "ok" and max_tokens <= 1 and one.n_rows != reserved):
                 raise ReceiptError(
-                    f"{name}: invoke {invoke} stored {one.n_rows} rows with status {one.status!r}; {reserved} are planned."
+                    f"{name}: invoke {invoke} stored {one.n_rows} rows and says {one.status!r}; {reserved} are planned."
                 )
         first_row = layout.rows_of(receipt.unit).start
         masks = expected_mask_crcs(
@@ -275,6 +280,3 @@ class Committer:
                 raise ReceiptError(
                     f"{name}: the rows written in shard {shard} of {', '.join(wrong)} are not the rows of its invokes."
                 )
-
-
-__all__ = ["ATTEMPTS", "STATUSES", "Committer", "Published"]

@@ -165,8 +165,9 @@ def group_document(attributes: dict[str, Any]) -> bytes:
 class StoreLayout:
     """Everything that fixes where each row of a run lies.
 
-    `rows_per_shard` (R) and `shards_per_unit` (k) are whole numbers with R a multiple of `chunk_rows`; `n_units` units and
-    `n_invokes` invokes (numbered 0 .. n_invokes-1, the skipped ones included); `plan_hash` ties the store to its plan.
+    `rows_per_shard` (R) and `shards_per_unit` (k) are whole numbers with R a multiple of `chunk_rows`; `n_units`
+    units and `n_invokes` invokes (numbered 0 .. n_invokes-1, the skipped ones included); `plan_hash` ties the store
+    to its plan.
     """
 
     locations: tuple[LocationSpec, ...]

@@ -50,7 +50,7 @@ class LedgerState:
         return max((unit.receipt_offset + unit.receipt_bytes for unit in self.units.values()), default=0)
 
 
-_TAIL_BYTES = len(", \"crc\": \"00000000\"}")
+_TAIL_BYTES = len(', "crc": "00000000"}')
 
 
 def encode_line(content: dict[str, Any]) -> bytes:
@@ -69,11 +69,15 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_ledger(path: Path) -> LedgerState:
-    """The state that the ledger at `path` records; `LedgerError` where it is missing or damaged before its last group."""
+    """The state that the ledger at `path` records; `LedgerError` where it is missing or damaged before its last
+    group.
+    """
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise LedgerError(f"{path} is missing: nothing says which units are committed. Restore it from a copy.") from None
+        raise LedgerError(
+            f"{path} is missing: nothing says which units are committed. Restore it from a copy."
+        ) from None
     units: dict[int, CommittedUnit] = {}
     incarnation = seq = group = valid = position = number = 0
     complete: dict[str, Any] | None = None

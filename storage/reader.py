@@ -1,7 +1,8 @@
 """Reads a run as numpy arrays, straight from the shard files, finished or not.
 
-Rows of committed units are visible, others are an error. Uncompressed chunks that lie one after the other come with one
-`preadv`; opening lists no folder. Safe in forked and threaded readers: it holds no event loop and no lock while reading.
+Rows of committed units are visible, others are an error. Uncompressed chunks that lie one after the other come with
+one `preadv`; opening lists no folder. Safe in forked and threaded readers: it holds no event loop and no lock while
+reading.
 """
 
 from __future__ import annotations
@@ -169,7 +170,9 @@ class StoreReader:
     def _bounds(self, rows: slice | range | int) -> tuple[int, int, int]:
         if isinstance(rows, int):
             rows = range(rows, rows + 1)
-        start, stop, step = rows.indices(self.layout.n_rows) if isinstance(rows, slice) else (rows.start, rows.stop, rows.step)
+        start, stop, step = (
+            rows.indices(self.layout.n_rows) if isinstance(rows, slice) else (rows.start, rows.stop, rows.step)
+        )
         if step < 1:
             raise StorageError("Rows are read forwards: use a step of at least 1.")
         if start < 0 or stop > self.layout.n_rows:
@@ -256,4 +259,6 @@ class _Shard:
             raw = np.frombuffer(self._codec.decode(stored), np.uint8)
             return raw.reshape(self._chunk_rows, self._row_bytes)
         except (RuntimeError, ValueError) as error:
-            raise DamagedError(f"Chunk {chunk} of {self.path} cannot be decoded ({error}). Run `harvest verify`.") from error
+            raise DamagedError(
+                f"Chunk {chunk} of {self.path} cannot be decoded ({error}). Run `harvest verify`."
+            ) from error

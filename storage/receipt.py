@@ -88,7 +88,9 @@ class InvokeReceipt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitReceipt:
-    """What one attempt at a unit wrote: files, how each invoke ended, statistics by location name, timings in seconds."""
+    """What one attempt at a unit wrote: files, how each invoke ended, statistics by location name, timings in
+    seconds.
+    """
 
     unit: int
     attempt: int
@@ -116,8 +118,8 @@ class UnitReceipt:
     ) -> UnitReceipt:
         """The receipt of an attempt from those of its ranks, in any order.
 
-        `invokes` replaces what the ranks say of invokes; without it one rank's word is taken, and two that differ are an
-        error, as are receipts of different attempts and files that occur twice.
+        `invokes` replaces what the ranks say of invokes; without it one rank's word is taken, and two that differ are
+        an error, as are receipts of different attempts and files that occur twice.
         """
         if not receipts:
             raise ReceiptError("No receipt to merge.")

@@ -1,6 +1,7 @@
 """The folder of a run: where things lie, how it comes into being, how it is opened.
 
-    RUN/  run.json  config.toml  provenance.json  plan/  ledger.jsonl  receipts.jsonl  events.jsonl  .staging/  data.zarr/
+    RUN/  run.json  config.toml  provenance.json  plan/  ledger.jsonl  receipts.jsonl  events.jsonl  .staging/
+    data.zarr/
 
 `run.json` is written last and in one rename: a folder without it is no run yet. It holds the layout, the digests of all
 files that never change afterwards, and a checksum of itself, so any damaged bit among them can be named. A folder that
@@ -61,9 +62,10 @@ class RunFolder:
     ) -> RunFolder:
         """Make a run at `path`, which must be absent, empty, or left half made by an earlier call.
 
-        `plan` is written into the run (a `PlanFiles` written elsewhere is copied). Its units must match `layout.n_units`.
-        An empty `layout.plan_hash` is filled with the hash of the plan's files. `run` and `provenance` are plain JSON
-        values. Raises `RunFolderError` for a folder in use, `WriteError` when the disk refuses.
+        `plan` is written into the run (a `PlanFiles` written elsewhere is copied). Its units must match
+        `layout.n_units`. An empty `layout.plan_hash` is filled with the hash of the plan's files. `run` and
+        `provenance` are plain JSON values. Raises `RunFolderError` for a folder in use, `WriteError` when the disk
+        refuses.
         """
         path = Path(path)
         _prepare(path)
@@ -183,7 +185,9 @@ def _prepare(path: Path) -> None:
     if present and _MARKER not in present:
         some = ", ".join(sorted(present)[:3])
         raise RunFolderError(f"{path} is not empty and not a run (it holds {some}); choose another place.")
-    write_file(path / _MARKER, b"This run is being made. Without run.json beside it, giving the command again remakes it.\n")
+    write_file(
+        path / _MARKER, b"This run is being made. Without run.json beside it, giving the command again remakes it.\n"
+    )
     sync_folder(path)
     for name in _CREATED:
         remove_tree(path / name)

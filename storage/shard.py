@@ -1,9 +1,10 @@
 """Writes one Zarr shard: rows at planned places, in any order, from several threads.
 
-A shard file is its inner chunks, then the index (offset and length of each chunk as little-endian uint64 pairs, 2^64-1
-for a chunk that is all holes), then the index's crc32c. Uncompressed chunks lie at `chunk number x chunk bytes`, so rows
-are written straight to their place and nothing of the size of a shard is ever held. Chunks that must be whole before they
-can be written (compressed, O_DIRECT, a fill value other than zero) are gathered by `ChunkBuffers`.
+A shard file is its inner chunks, then the index (offset and length of each chunk as little-endian uint64 pairs,
+2^64-1 for a chunk that is all holes), then the index's crc32c. Uncompressed chunks lie at `chunk number x chunk
+bytes`, so rows are written straight to their place and nothing of the size of a shard is ever held. Chunks that must
+be whole before they can be written (compressed, O_DIRECT, a fill value other than zero) are gathered by
+`ChunkBuffers`.
 
 Invariants: a row is written at most once; the receipt's crc32c of a chunk is that of the bytes given, not of bytes read
 back; after an error or `abort` no call succeeds.
@@ -33,8 +34,8 @@ MISSING = 2**64 - 1
 class ShardReceipt:
     """What was written: file size in bytes, rows, crc32c of each chunk as stored, of the index and of the row mask.
 
-    `chunk_crcs` holds one value a chunk, None where the chunk is absent. `mask_crc` is the crc32c of the rows written as
-    bits, first row in the highest bit of the first byte.
+    `chunk_crcs` holds one value a chunk, None where the chunk is absent. `mask_crc` is the crc32c of the rows written
+    as bits, first row in the highest bit of the first byte.
     """
 
     file_bytes: int
@@ -217,7 +218,7 @@ class ShardWriter:
         pwrite_all(self._fd, bytes(n * self.row_bytes), row * self.row_bytes)
 
     def _write_index(self, *, fsync: bool) -> ShardReceipt:
-        present = self._mask.reshape(self.n_chunks, self.chunk_rows).any(axis=1)
+        present: np.ndarray[Any, Any] = np.any(self._mask.reshape(self.n_chunks, self.chunk_rows), axis=1)
         index = np.full((self.n_chunks, 2), MISSING, "<u8")
         crcs: list[int | None] = [None] * self.n_chunks
         if self._buffers is not None:

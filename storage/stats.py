@@ -1,9 +1,9 @@
 """Statistics of a location's rows, gathered while they are written.
 
-Exact for every row: how many, how many all zero, how many with a value that is not finite, the largest magnitude, and the
-rows of largest magnitude (massive activations sit in single rows). From every `SAMPLE_STRIDE`-th row of a unit: mean and
-variance of the values and a histogram of row norms. The exact part needs no conversion: the bits of a float without its
-sign, read as an unsigned integer, keep the order of magnitudes.
+Exact for every row: how many, how many all zero, how many with a value that is not finite, the largest magnitude, and
+the rows of largest magnitude (massive activations sit in single rows). From every `SAMPLE_STRIDE`-th row of a unit:
+mean and variance of the values and a histogram of row norms. The exact part needs no conversion: the bits of a float
+without its sign, read as an unsigned integer, keep the order of magnitudes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _INFINITY_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 class LocationStatistics:
     """Statistics of one location over some rows.
 
-    `largest` lists (magnitude, row) in falling order; rows count inside the unit in a receipt and over the whole store in
-    a summary. `norm_bins` counts sampled rows by floor(32 x log2(norm)); rows of norm zero are in `zero_rows` only.
-    `mean` and `variance` are over the `sampled_values` values of sampled, finite rows.
+    `largest` lists (magnitude, row) in falling order; rows count inside the unit in a receipt and over the whole
+    store in a summary. `norm_bins` counts sampled rows by floor(32 x log2(norm)); rows of norm zero are in
+    `zero_rows` only. `mean` and `variance` are over the `sampled_values` values of sampled, finite rows.
     """
 
     rows: int = 0

@@ -1,8 +1,8 @@
 """Writes one attempt at a unit: rows to their planned places in staged shard files.
 
 An attempt has a folder of its own under `.staging/`, laid out like the store, so that publishing is a rename of each
-file. Attempts share nothing, hence a late one can neither damage nor mix with another. Under tensor parallelism each rank
-opens a writer for the arrays it owns, in the same folder.
+file. Attempts share nothing, hence a late one can neither damage nor mix with another. Under tensor parallelism each
+rank opens a writer for the arrays it owns, in the same folder.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from storage.shard import ShardWriter
 from storage.stats import RowStatistics
 
 _FLOAT16_MAX = 65504.0
+
+__all__ = ["InvokeReceipt", "UnitReceipt", "UnitWriter", "as_stored"]
 
 
 class UnitWriter:
@@ -159,20 +161,19 @@ class UnitWriter:
     def _open(self, spec: ArraySpec, *, direct: bool) -> None:
         is_location = spec.path.startswith("acts/")
         make_folder(self.folder / spec.path)
-        self._shards[spec.path] = shards = []
+        shards = self._shards[spec.path] = []
         for number in self._shard_numbers:
-            shards.append(
-                ShardWriter(
-                    self.folder / spec.file(number),
-                    rows=self.layout.rows_per_shard,
-                    width=spec.width,
-                    dtype=spec.dtype,
-                    chunk_rows=spec.chunks[0],
-                    compression=spec.compression,
-                    direct=direct and is_location,
-                    fill=spec.fill,
-                )
+            shard = ShardWriter(
+                self.folder / spec.file(number),
+                rows=self.layout.rows_per_shard,
+                width=spec.width,
+                dtype=spec.dtype,
+                chunk_rows=spec.chunks[0],
+                compression=spec.compression,
+                direct=direct and is_location,
+                fill=spec.fill,
             )
+            shards.append(shard)  # one by one: what is open must be known should the next fail
         if is_location:
             self._statistics[spec.path] = RowStatistics(rows=self.layout.unit_rows, dtype=spec.dtype)
 
