@@ -14,14 +14,20 @@ VENV ?= .venv
 EXTRAS ?= cpu,dev
 PYTEST_ARGS ?=
 
+comma := ,
+space := $(subst ,, )
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.harvest-env-$(subst $(comma),-,$(EXTRAS))
-comma := ,
 
-# uv reads none of pip's settings, so what names a folder of wheels for pip is handed on to it.
-export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
-ifeq ($(strip $(UV_FIND_LINKS)),)
-unexport UV_FIND_LINKS
+# uv reads none of pip's settings, so where pip is told to look is handed on to it.
+ifneq ($(strip $(PIP_FIND_LINKS)),)
+export UV_FIND_LINKS ?= $(subst $(space),$(comma),$(strip $(PIP_FIND_LINKS)))
+endif
+ifneq ($(strip $(PIP_INDEX_URL)),)
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+ifneq ($(strip $(PIP_EXTRA_INDEX_URL)),)
+export UV_INDEX ?= $(PIP_EXTRA_INDEX_URL)
 endif
 
 .PHONY: help env demo test check chaos bench clean
