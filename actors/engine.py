@@ -1,6 +1,7 @@
 """EngineActor: the Ray actor that owns one vLLM engine.
 
-The engine runs in a thread of its own (`Feeder`), so that pings and statistics are answered during a step. The actor ends
+The engine runs in a thread of its own (`Feeder`), so that pings and statistics are answered during a step. The actor
+ends
 itself when the engine breaks (an error would otherwise leave a live actor with a dead engine) and when the process that
 started it is gone: no engine outlives its driver.
 """

@@ -3,8 +3,8 @@
 Runs in a thread of its own; `submit` and `stats` may be called from others.
 
 Invariants:
-- the engine is stepped only while the rows on their way to disk leave room for another step (back-pressure happens here,
-  never inside a worker);
+- the engine is stepped only while the rows on their way to disk leave room for another step (back-pressure happens
+  here, never inside a worker);
 - units overlap: requests of the next unit go in while the last ones of a unit still run and while it is sealed;
 - an attempt ends exactly once, with a receipt or a failure;
 - an exception out of the engine's step ends the feeder: the engine is broken and the actor must be replaced.
@@ -53,6 +53,7 @@ class LlmLike(Protocol):
 
     max_requests: int
     max_step_tokens: int
+    compute_dtype: str
 
     @property
     def busy(self) -> bool: ...
@@ -93,7 +94,7 @@ class Feeder:
         self._unit_of_request: dict[str, _Unit] = {}
         self._wake = threading.Condition()
         self._stopping = False
-        self._stats = EngineStats()
+        self._stats = EngineStats(pid=os.getpid(), compute_dtype=llm.compute_dtype)
         self._n_tokens = 0
         self._pending_bytes = 0
         self._polled_s = 0.0
@@ -255,6 +256,7 @@ class Feeder:
             pending_bytes=self._pending_bytes,
             n_steps=ranks[0][0].n_steps,
             pid=os.getpid(),
+            compute_dtype=self._llm.compute_dtype,
         )
 
     def _finish(self, unit: _Unit) -> None:

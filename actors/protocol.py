@@ -135,7 +135,8 @@ class EngineStats:
     pending_bytes: int = 0
     n_steps: int = 0
     pid: int = 0
-    node: str = ""
+    compute_dtype: str = ""
+    """Dtype in which the model runs."""
 
 
 class Engine(Protocol):

@@ -195,9 +195,7 @@ class Sink:
                 surplus += extra
         return surplus
 
-    def _check_complete(
-        self, unit: int, state: _Attempt, outcomes: Sequence[InvokeOutcome], surplus: int
-    ) -> None:
+    def _check_complete(self, unit: int, state: _Attempt, outcomes: Sequence[InvokeOutcome], surplus: int) -> None:
         expected = sum(outcome.n_rows for outcome in outcomes)
         for array in self._arrays:
             got = state.rows_by_array.get(array, 0)
@@ -260,4 +258,3 @@ class NullWriter:
 
     def abort(self) -> None:
         """Nothing to drop."""
-

@@ -1,6 +1,7 @@
 """The command line. Every command prints what it found and what to do next; errors come without a traceback.
 
-Exit codes: 0 done; 1 an error, or damage found by `verify`; 2 wrong usage; 3 a signal ended the run before it was complete.
+Exit codes: 0 done; 1 an error, or damage found by `verify`; 2 wrong usage; 3 a signal ended the run before it was
+complete.
 """
 
 from __future__ import annotations

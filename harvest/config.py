@@ -6,7 +6,8 @@ Two kinds of sections:
   of the plan; a run folder is resumed only under the same content.
 - *speed* (`engine`, `limits`) decides how fast. It may change between a run and its resumption.
 
-Unknown keys are refused with the nearest known one. Nothing here imports vllm, torch or ray: parsing takes milliseconds.
+Unknown keys are refused with the nearest known one. Nothing here imports vllm, torch or ray: parsing takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class TokenizationConfig(Section):
     """How text becomes token ids."""
 
     add_special_tokens: bool = True
-    """Let the tokenizer add its own special tokens (BOS); never doubled. Off for chat messages, whose template does it."""
+    """Let the tokenizer add its own special tokens (BOS); never doubled. Off for chat messages, whose template does
+    it."""
     add_generation_prompt: bool = False
     """End chat messages with the header of the assistant's turn."""
     overlong: Literal["refuse", "truncate", "split", "skip"] = "refuse"
@@ -101,7 +103,8 @@ class RowsConfig(Section):
     source: Literal["prompt", "generated", "both"] = "prompt"
     """Tokens of the prompt, generated tokens, or both."""
     start: int | None = None
-    """`slice`: first position, negative from the end, as in Python. Generated tokens have no known end: no negatives."""
+    """`slice`: first position, negative from the end, as in Python. Generated tokens have no known end: no
+    negatives."""
     stop: int | None = None
     """`slice`: position after the last, negative from the end, as in Python."""
     every: int = Field(default=1, gt=0)
@@ -226,7 +229,8 @@ class EngineConfig(Section):
     start_timeout_s: float = Field(default=1800, gt=0)
     """An engine that is not up by then is replaced."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Further vLLM engine arguments under vLLM's own names (max_num_seqs, gpu_memory_utilization, enforce_eager, ...)."""
+    """Further vLLM engine arguments under vLLM's own names (max_num_seqs, gpu_memory_utilization, enforce_eager,
+    ...)."""
 
 
 class LimitsConfig(Section):

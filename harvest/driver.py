@@ -1,7 +1,8 @@
-"""Driver: the loop between scheduler and pool. Thin: decisions are the scheduler's, engines the pool's, files the store's.
+"""Driver: the loop between scheduler and pool. Thin: decisions are the scheduler's, engines the pool's, files the
+store's.
 
-Rows never come here. A receipt is published (files renamed, ledger line appended) before the next is looked at, and only
-then counts as progress.
+Rows never come here. A receipt is published (files renamed, ledger line appended) before the next is looked at, and
+only then counts as progress.
 """
 
 from __future__ import annotations
@@ -117,9 +118,9 @@ class Driver:
         receipts: list[tuple[str, Receipt]] = []
         for event in happened:
             match event:
-                case EngineReady(engine=engine):
+                case EngineReady(engine=engine, stats=stats):
                     self._ready_s = self._ready_s or time.monotonic()
-                    self._events.emit("engine_ready", engine=engine)
+                    self._events.emit("engine_ready", engine=engine, pid=stats.pid, compute_dtype=stats.compute_dtype)
                 case EngineLost():
                     self._lose(event, pool)
                 case UnitEnded(engine=engine, result=Receipt() as receipt):
@@ -161,9 +162,7 @@ class Driver:
 
     def _lose(self, lost: EngineLost, pool: EnginePool) -> None:
         leases = self._scheduler.lose_engine(lost.engine, lost.reason)
-        self._events.emit(
-            "engine_lost", engine=lost.engine, reason=lost.reason, units=[lease.unit for lease in leases]
-        )
+        self._events.emit("engine_lost", engine=lost.engine, reason=lost.reason, units=[lease.unit for lease in leases])
         if self._scheduler.stop is None:
             for name in pool.fill():
                 self._events.emit("engine_spawned", engine=name)
@@ -195,7 +194,7 @@ def _signals() -> Iterator[threading.Event]:
             signal.signal(each, handler)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        previous[number] = signal.signal(number, ask)
+        previous[int(number)] = signal.signal(number, ask)
     try:
         yield asked
     finally:

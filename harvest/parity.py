@@ -1,9 +1,10 @@
 """Parity: recompute some stored prompts with Hugging Face transformers in float32 and compare the rows.
 
-An independent path to the same numbers: another implementation, one prompt at a time, no batching, no cache. It finds rows
-of a wrong request, layer or position, which no checksum can.
+An independent path to the same numbers: another implementation, one prompt at a time, no batching, no cache. It finds
+rows of a wrong request, layer or position, which no checksum can.
 
-Tolerances on the relative error |ours - reference| / |reference| (Frobenius norms over all compared rows of a location):
+Tolerances on the relative error |ours - reference| / |reference| (Frobenius norms over all compared rows of a
+location):
 
 - float32 computed and stored: 1e-4. Both sides round in another order; seen are a few 1e-6.
 - float32 computed, bfloat16 stored: 4e-3. Rounding to 8 bits of mantissa errs by up to 2^-9 = 2e-3 of each value.
@@ -167,7 +168,7 @@ class _Reader:
 def _first(value: Any) -> Tensor:
     while isinstance(value, tuple | list):
         value = value[0]
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _reader(model: nn.Module, name: str) -> _Reader | None:
@@ -232,9 +233,7 @@ def _recording(readers: dict[str, _Reader | None]) -> Iterator[dict[str, Tensor]
         def keep_output(module: Any, args: Any, output: Any, name: str = name, reader: _Reader = reader) -> None:
             recorded[name] = reader.pick(output).detach().clone()
 
-        def keep_input(
-            module: Any, args: Any, kwargs: Any, name: str = name, reader: _Reader = reader
-        ) -> None:
+        def keep_input(module: Any, args: Any, kwargs: Any, name: str = name, reader: _Reader = reader) -> None:
             value = args if args else kwargs["hidden_states"]
             recorded[name] = reader.pick(value).detach().clone()
 

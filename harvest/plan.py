@@ -5,7 +5,8 @@ Every row's place is fixed here, before any engine starts, so placement does not
 Invariants:
 - each invoke lies in one unit, whole, on consecutive rows that no other invoke has;
 - the same input and seed give the same plan on every machine;
-- units are filled in the order of a seeded shuffle, so that consecutive rows of the store are a random sample of invokes.
+- units are filled in the order of a seeded shuffle, so that consecutive rows of the store are a random sample of
+  invokes.
 """
 
 from __future__ import annotations

@@ -180,9 +180,7 @@ def _read_invokes(
     special: list[int] = []
     skipped: list[Problem] = []
     n_records = 0
-    with tokenize(
-        dataset, source, config.tokenization, max_length=max_length, max_tokens=max_tokens
-    ) as batches:
+    with tokenize(dataset, source, config.tokenization, max_length=max_length, max_tokens=max_tokens) as batches:
         selection = make_selection(config, batches.tokenizer)
         for batch in batches:
             table = batch.invokes
@@ -202,8 +200,9 @@ def _read_invokes(
     empty = np.flatnonzero(n_rows == 0)
     if len(empty):
         raise PlanError(
-            f"{len(empty):,} of {len(n_rows):,} invokes have no token that the row selection takes, the first is invoke "
-            f"{numbered[empty[0]]} with {n_prompt[empty[0]]} tokens: loosen capture.rows (skip_first, start, stop)"
+            f"{len(empty):,} of {len(n_rows):,} invokes have no token that the row selection takes, the first is "
+            f"invoke {numbered[empty[0]]} with {n_prompt[empty[0]]} tokens: loosen capture.rows (skip_first, start, "
+            "stop)"
         )
     invokes = _Invokes(
         ids=numbered,

@@ -25,6 +25,7 @@ class EngineReady:
     """An engine can take leases."""
 
     engine: str
+    stats: EngineStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +149,7 @@ class EnginePool:
             return self._lose(name, error)
         if starting is not None:
             self._members[name].ready = True
-            return EngineReady(engine=name)
+            return EngineReady(engine=name, stats=value)
         if running is not None:
             return UnitEnded(engine=name, lease=running[1], result=value)
         self._stats[name] = value

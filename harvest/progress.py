@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a bar on a terminal, a line every so often elsewhere. Fed by the event stream."""
+"""What the user sees while a run goes on: a bar on a terminal, lines elsewhere. Fed by the event stream."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ class ProgressView:
         now = time.monotonic()
         if not self._console.is_terminal and rates and now - self._last_line_s >= PLAIN_LINE_INTERVAL_S:
             self._last_line_s = now
-            self._console.print(f"{done:,} of {self._total:,} tokens ({100 * done / max(1, self._total):.1f} %) {rates}")
+            self._console.print(
+                f"{done:,} of {self._total:,} tokens ({100 * done / max(1, self._total):.1f} %) {rates}"
+            )
 
     def _rates(self, done: int) -> str:
         if len(self._samples) < 2:

@@ -156,9 +156,7 @@ def summarise(path: Path | str) -> RunSummary:
         n_invokes=folder.run["n_invokes"],
         n_skipped=folder.run["n_skipped"],
         n_stored_invokes=sum(event["n_invokes"] for event in commits),
-        n_tokens=sum(
-            event["n_prompt_tokens"] + event["n_generated_tokens"] - event["n_invokes"] for event in commits
-        ),
+        n_tokens=sum(event["n_prompt_tokens"] + event["n_generated_tokens"] - event["n_invokes"] for event in commits),
         n_rows=n_rows,
         n_locations=len(folder.layout.locations),
         stored_bytes=sum(event["stored_bytes"] for event in commits),

@@ -6,7 +6,8 @@ Invariants:
 - a unit has at most one live lease;
 - a committed unit is never leased again;
 - each lease has its own attempt number;
-- a unit that fails `max_attempts` times, or `max_engine_losses` engine deaths without a commit in between, stop the run.
+- a unit that fails `max_attempts` times, or `max_engine_losses` engine deaths without a commit in between, stop the
+  run.
 """
 
 from __future__ import annotations

@@ -96,7 +96,9 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     skipped = f" ({summary.n_skipped:,} skipped, listed in plan/skipped.parquet)" if summary.n_skipped else ""
     table.add_row("prompts", f"{summary.n_stored_invokes:,}{skipped}")
     table.add_row("tokens", f"{summary.n_tokens:,}")
-    table.add_row("rows", f"{summary.n_rows * summary.n_locations:,} ({summary.n_rows:,} at {summary.n_locations} locations)")
+    table.add_row(
+        "rows", f"{summary.n_rows * summary.n_locations:,} ({summary.n_rows:,} at {summary.n_locations} locations)"
+    )
     table.add_row("bytes", f"{summary.stored_bytes:,} ({format_bytes(summary.stored_bytes)})")
     if summary.tokens_per_s is not None:
         table.add_row("tokens/s", f"{summary.tokens_per_s:,.0f}")
@@ -107,7 +109,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     if summary.complete:
         console.print(f"next: harvest verify {summary.path} --parity 16 · harvest inspect {summary.path}")
     else:
-        console.print("next: the same command resumes the run · " f"harvest status {summary.path}")
+        console.print(f"next: the same command resumes the run · harvest status {summary.path}")
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -1,7 +1,7 @@
 """TokenSpill: the token ids of all invokes in one temporary file, lengths and keys in memory.
 
-Packing needs every length before the first unit is known, and units are written in another order than the dataset's. A flat
-file that is mapped into memory gives each unit its tokens without holding the dataset in RAM.
+Packing needs every length before the first unit is known, and units are written in another order than the dataset's. A
+flat file that is mapped into memory gives each unit its tokens without holding the dataset in RAM.
 """
 
 from __future__ import annotations

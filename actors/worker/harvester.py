@@ -1,10 +1,11 @@
 """Harvester: one rank's whole harvest, driven by the worker class and the runner adapter.
 
 Order of calls in a step: `register` (worker, before the pass) → `begin_step` (runner, order known) → taps fire →
-`end_step` (worker, after sampling). `begin_unit`, `seal_unit`, `abort_unit` and `poll` come from the actor between steps.
+`end_step` (worker, after sampling). `begin_unit`, `seal_unit`, `abort_unit` and `poll` come from the actor between
+steps.
 
-Invariant: an exception here must not leave the engine's step, which would end or hang the engine. It is kept, fails every
-attempt in flight, and is reported by `poll`.
+Invariant: an exception here must not leave the engine's step, which would end or hang the engine. It is kept, fails
+every attempt in flight, and is reported by `poll`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,9 +44,7 @@ class SinkState:
 class Harvester:
     """Owns the taps, the row book, the transfer and the sink of one rank."""
 
-    def __init__(
-        self, spec: EngineSpec, *, device: torch.device, rank: int, tp_size: int, static_rows: int
-    ) -> None:
+    def __init__(self, spec: EngineSpec, *, device: torch.device, rank: int, tp_size: int, static_rows: int) -> None:
         self.graphed = False
         self._spec = spec
         self._device = device
@@ -105,7 +105,7 @@ class Harvester:
         def open_writer(unit: int, attempt: int) -> Any:
             if spec.null_sink:
                 return NullWriter()
-            return UnitWriter(spec.run_path, spec.layout, unit=unit, attempt=attempt, arrays=arrays)
+            return UnitWriter(Path(spec.run_path), spec.layout, unit=unit, attempt=attempt, arrays=arrays)
 
         return open_writer
 

@@ -47,7 +47,7 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
     """
     for name, reason in _REFUSED_ARGUMENTS.items():
         value = arguments.get(name)
-        if value and value != 1 or value is True:
+        if (value and value != 1) or value is True:
             raise EngineArgumentError(f"engine.vllm.{name} = {value!r} cannot be used in a harvest: {reason}")
     for name, key in _OWN_ARGUMENTS.items():
         if name in arguments:
@@ -129,6 +129,7 @@ class Llm:
         scheduler = self._engine.vllm_config.scheduler_config
         self.max_requests: int = scheduler.max_num_seqs
         self.max_step_tokens: int = scheduler.max_num_batched_tokens
+        self.compute_dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
 
     def add(self, request: Request) -> None:
         """Queue a request."""

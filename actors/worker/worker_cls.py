@@ -1,7 +1,8 @@
 """The mixin that makes a vLLM worker a harvesting worker; `worker_cpu` and `worker_gpu` put it on vLLM's classes.
 
 vLLM takes the class by its dotted name (`worker_cls`), in the engine's process for one rank and in a child process per
-rank under tensor parallelism. The EngineSpec travels as vLLM's `additional_config`, whose hash is part of the compile cache
+rank under tensor parallelism. The EngineSpec travels as vLLM's `additional_config`, whose hash is part of the compile
+cache
 key: an artifact compiled with other taps is never loaded.
 """
 
@@ -19,6 +20,7 @@ class HarvestWorkerMixin:
     """Installs the harvester and forwards the worker's life cycle to it."""
 
     harvester: Harvester
+    model_runner: Any
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
@@ -30,13 +32,12 @@ class HarvestWorkerMixin:
             tp_size=config.parallel_config.tensor_parallel_size,
             static_rows=_largest_captured_rows(config),
         )
-        runner: Any = self.model_runner  # type: ignore[has-type]
+        runner = self.model_runner
         (runner_v2 if hasattr(runner, "prepare_inputs") else runner_v1).adapt(runner, self.harvester)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        runner: Any = self.model_runner  # type: ignore[has-type]
-        self.harvester.install(runner.get_model())
+        self.harvester.install(self.model_runner.get_model())
 
     def execute_model(self, scheduler_output: Any) -> Any:
         # A step that sampled nothing has not been ended by sample_tokens.

@@ -11,7 +11,9 @@ from harvest.plan import choose_shape, pack
 sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 400)), min_size=1, max_size=120)
 
 
-@given(sizes=sizes, unit_rows=st.sampled_from([200, 256, 1024]), unit_tokens=st.integers(1, 5000), seed=st.integers(0, 5))
+@given(
+    sizes=sizes, unit_rows=st.sampled_from([200, 256, 1024]), unit_tokens=st.integers(1, 5000), seed=st.integers(0, 5)
+)
 def test_each_invoke_has_its_own_rows_in_one_unit(sizes, unit_rows, unit_tokens, seed):
     n_rows = np.array([rows for rows, _ in sizes], np.int64)
     n_tokens = np.array([tokens for _, tokens in sizes], np.int64)

@@ -1,0 +1,75 @@
+"""`harvest inspect` and `harvest locations`: what a run holds, and what a model offers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from storage.reader import StoreReader
+from storage.run_index import run_statistics
+
+
+def print_run(console: Console, path: Path | str) -> None:
+    """Arrays and statistics of a run."""
+    reader = StoreReader(path)
+    layout = reader.layout
+    console.print(
+        f"{path}: {len(reader.committed):,} of {layout.n_units:,} units, {layout.rows_per_shard:,} rows a shard, "
+        f"{layout.shards_per_unit} shards a unit, plan {layout.plan_hash[:12]}"
+    )
+    arrays = Table("array", "shape", "dtype")
+    for spec in layout.arrays.values():
+        arrays.add_row(spec.path, str(spec.shape), spec.dtype)
+    console.print(arrays)
+    statistics = run_statistics(layout, [reader.receipt(unit) for unit in sorted(reader.committed)])
+    table = Table("location", "rows", "mean", "std", "norm p50", "norm p99", "max |x|", "non-finite", "all zero")
+    for location in layout.locations:
+        stats = statistics[location.name]
+        table.add_row(
+            location.name,
+            f"{stats.rows:,}",
+            f"{stats.mean:.4g}",
+            f"{stats.variance**0.5:.4g}",
+            f"{stats.norm_quantile(0.5):.4g}",
+            f"{stats.norm_quantile(0.99):.4g}",
+            f"{stats.max_abs:.4g}",
+            f"{stats.nonfinite_rows:,}",
+            f"{stats.zero_rows:,}",
+        )
+    console.print(table)
+    skipped = reader.run.plan.skipped()
+    if len(skipped):
+        console.print(f"{len(skipped):,} skipped records:")
+        for row in skipped.slice(0, 10).to_pylist():
+            console.print(f"  record {row['invoke']}: {row['reason']}, {escape(str(row['detail']))}")
+
+
+def print_invoke(console: Console, path: Path | str, invoke: int) -> None:
+    """Tokens of one invoke and the norm of each row."""
+    prompt = StoreReader(path).prompt(invoke)
+    console.print(
+        f"invoke {invoke} (key {prompt.key}): unit {prompt.unit}, rows {prompt.row_start:,}.."
+        f"{prompt.row_start + len(prompt.positions) - 1:,}, {prompt.n_prompt_tokens:,} prompt tokens"
+    )
+    table = Table("position", "token id", *(f"|{name}|" for name in prompt.rows))
+    norms = {name: np.linalg.norm(np.asarray(rows, np.float32), axis=1) for name, rows in prompt.rows.items()}
+    for index, (position, token) in enumerate(zip(prompt.positions, prompt.token_ids, strict=True)):
+        table.add_row(str(position), str(token), *(f"{norms[name][index]:.4g}" for name in prompt.rows))
+    console.print(table)
+
+
+def print_locations(console: Console, model: str) -> None:
+    """Every location of a model; see `actors.locations_probe`."""
+    from actors.locations_probe import describe_model
+    from harvest.models import resolve_model
+
+    rows: list[dict[str, Any]] = describe_model(resolve_model(model))
+    table = Table("module", "class", "locations", "aliases")
+    for row in rows:
+        table.add_row(row["module"], row["class"], escape(row["locations"]), row["aliases"])
+    console.print(table)
