@@ -43,6 +43,20 @@ _WORLD_GROUPS = ("_WORLD", "_TP", "_ETP", "_DCP", "_PP", "_DP", "_EP", "_EPLB", 
 _SHARDED_GROUPS = frozenset({"_WORLD", "_TP", "_EP", "_EPLB"})
 
 
+class _Peers:
+    """Answers what layers ask of a process group: its size and this process's place in it."""
+
+    def __init__(self, world_size: int, rank: int) -> None:
+        self._world_size = world_size
+        self._rank = rank
+
+    def size(self) -> int:
+        return self._world_size
+
+    def rank(self) -> int:
+        return self._rank
+
+
 class _StandInGroup(parallel_state.GroupCoordinator):
     """One rank of a group that has no peers: collectives have the right shapes and send nothing."""
 
@@ -57,8 +71,7 @@ class _StandInGroup(parallel_state.GroupCoordinator):
         self.group_ranks = [self.ranks]
         self.device = torch.device("meta")
         self.device_index = rank
-        self.cpu_group = None  # type: ignore[assignment]
-        self.device_group = None  # type: ignore[assignment]
+        self.cpu_group = self.device_group = _Peers(world_size, rank)
         self.use_device_communicator = False
         self.device_communicator = None
         self.mq_broadcaster = None
@@ -94,9 +107,7 @@ def parallel_groups(tp_size: int = 1, rank: int = 0) -> Iterator[None]:
     try:
         for name in _WORLD_GROUPS:
             sharded = name in _SHARDED_GROUPS
-            group = _StandInGroup(
-                name=name, world_size=tp_size if sharded else 1, rank=rank if sharded else 0
-            )
+            group = _StandInGroup(name=name, world_size=tp_size if sharded else 1, rank=rank if sharded else 0)
             setattr(parallel_state, name, group)
         yield
     finally:
@@ -128,7 +139,8 @@ def build_tree_from_config(vllm_config: VllmConfig) -> nn.Module:
         torch.device("meta"),
     ):
         model = initialize_model(vllm_config)
-    return model.eval()
+    # The Transformers backend keeps its buffers on the host whatever the device context says.
+    return model.to("meta").eval()
 
 
 def build_model_tree(model: str, **engine_args: Any) -> nn.Module:
@@ -144,4 +156,6 @@ def build_model_tree(model: str, **engine_args: Any) -> nn.Module:
     """
     config = tree_config(model, **engine_args)
     with parallel_groups():
-        return build_tree_from_config(config)
+        tree = build_tree_from_config(config)
+    tree.vllm_config = config
+    return tree
