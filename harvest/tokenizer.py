@@ -108,7 +108,7 @@ class Tokenizer:
         except Exception as error:  # a template is a program: it may raise whatever it likes
             return Bad(reason="bad_messages", detail=f"the chat template refuses it: {type(error).__name__}: {error}")
         assert isinstance(text, str)
-        return text
+        return _encodable(text)
 
 
 def parse_messages(conversation: str) -> list[dict[str, Any]] | Bad:
@@ -145,7 +145,7 @@ def _join_content(content: Any) -> str | Bad:
     if content is None:
         return ""
     if isinstance(content, str):
-        return _encodable(content)
+        return content
     if not isinstance(content, list):
         return _bad(f"content is {type(content).__name__}, not text, null or a list of parts")
     texts: list[str] = []
@@ -158,14 +158,14 @@ def _join_content(content: Any) -> str | Bad:
         if not isinstance(part, str):
             return _bad("a content part has no text")
         texts.append(part)
-    return _encodable("\n".join(texts))
+    return "\n".join(texts)
 
 
 def _encodable(text: str) -> str | Bad:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return _bad(f"character {error.start} of the content is a lone surrogate")
+        return _bad(f"character {error.start} of the rendered messages is a lone surrogate")
     return text
 
 
