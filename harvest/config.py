@@ -89,7 +89,8 @@ class TokenizationConfig(Section):
     bad_records: Literal["refuse", "skip"] = "skip"
     """An empty, null, non-text or undecodable record: refuse the run, or list it as skipped with its reason."""
     processes: int = Field(default=0, ge=0)
-    """Tokenising processes; 0 means one for each CPU core of this machine."""
+    """Tokenising processes; 0 means one for each CPU core, or a single one for a small dataset; 1 means: in this
+    process, without another."""
 
 
 class RowsConfig(Section):

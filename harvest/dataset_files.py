@@ -40,6 +40,7 @@ _MAGIC = {
     b"\x04\x22\x4d\x18": "lz4",
 }
 _SUFFIXES_TEXT = ", ".join(_FORMATS)
+_METADATA = ("dataset_info.json", "dataset_infos.json")
 _HASH_BYTES = 1 << 22
 _XZ_BYTES = 1 << 18
 
@@ -212,6 +213,7 @@ def _folder_files(folder: Path) -> list[tuple[Path, str]]:
         for path in folder.rglob("*")
         if path.is_file()
         and _format_of(path.name)
+        and path.name not in _METADATA
         and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
     )
     if not found:

@@ -3,7 +3,7 @@
 A reader never loses a record and never judges it: a line that cannot be read as a record becomes a `Bad` value in its
 place. Only what makes the whole file unusable (damaged bytes, no such column, a column of the wrong type) is an error.
 
-Memory: a chunk is about `BLOCK_BYTES` of lines, or `TABLE_ROWS` rows of a table, or one record that is longer; Parquet
+Memory: a chunk is about `BLOCK_BYTES`, and at most `TABLE_ROWS` rows of a table, or one record that is longer; Parquet
 also holds the wanted columns of one row group.
 """
 
@@ -94,7 +94,7 @@ def check_schema(file: DataFile, columns: Columns) -> None:
         raise file.damaged(error) from error
     for name in columns.names:
         if name not in schema.names:
-            raise _no_column(file, name, schema.names)
+            raise _no_column(file, columns, name, schema.names)
         if schema.names.count(name) > 1:
             raise DatasetError(f'{file.path} has the column "{name}" {schema.names.count(name)} times')
     _check_type(file, columns.source, schema.field(columns.source).type, columns.kind)
@@ -150,7 +150,7 @@ def _read_jsonl(file: DataFile, columns: Columns) -> Iterator[RawChunk]:
         if was_start and len(records) > 1 and not has_column:
             raise _unusable_jsonl(file, columns, lines)
         if columns.id and records and was_start and all(key is MISSING for _, key in records):
-            raise _no_column(file, columns.id, _names_in(lines))
+            raise _no_column(file, columns, columns.id, _names_in(lines))
         if records:
             yield RawChunk(
                 values=[source for source, _ in records],
@@ -208,7 +208,7 @@ def _names_in(lines: Iterable[bytes]) -> list[str]:
 def _unusable_jsonl(file: DataFile, columns: Columns, lines: list[bytes]) -> DatasetError:
     names = _names_in(lines)
     if names:
-        return _no_column(file, columns.source, names)
+        return _no_column(file, columns, columns.source, names)
     first = next(line for line in lines if line.strip())
     detail = (
         "a JSON array; write one object a line"
@@ -242,24 +242,28 @@ def _arrow_batches(file: DataFile, schema_only: bool = False) -> Iterator[Any]:
                 batches: Iterable[pa.RecordBatch] = map(reader.get_batch, range(reader.num_record_batches))
             else:
                 batches = reader
-            for batch in batches:
-                for start in range(0, batch.num_rows, TABLE_ROWS):
-                    yield batch.slice(start, TABLE_ROWS)
+            yield from batches
 
 
 def _read_table(file: DataFile, columns: Columns, batches: Iterable[pa.RecordBatch]) -> Iterator[RawChunk]:
     first = 1
     for batch in batches:
-        if not batch.num_rows:
-            continue
-        yield RawChunk(
-            values=_python_values(batch.column(columns.source)),
-            keys=_python_values(batch.column(columns.id)) if columns.id else None,
-            places=range(first, first + batch.num_rows),
-            place_word="row",
-            file=file,
-        )
-        first += batch.num_rows
+        for rows in _slices(batch.select(list(columns.names))):
+            yield RawChunk(
+                values=_python_values(rows.column(columns.source)),
+                keys=_python_values(rows.column(columns.id)) if columns.id else None,
+                places=range(first, first + rows.num_rows),
+                place_word="row",
+                file=file,
+            )
+            first += rows.num_rows
+
+
+def _slices(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    n_bytes_per_row = batch.nbytes // max(batch.num_rows, 1) + 1
+    n_rows = max(min(BLOCK_BYTES // n_bytes_per_row, TABLE_ROWS), 1)
+    for start in range(0, batch.num_rows, n_rows):
+        yield batch.slice(start, n_rows)
 
 
 def _python_values(column: pa.Array) -> list[Any]:
@@ -295,8 +299,9 @@ def _check_type(file: DataFile, name: str, type: pa.DataType, kind: Kind | Liter
         raise DatasetError(f'column "{name}" of {file.path} is {type}, not {wanted}')
 
 
-def _no_column(file: DataFile, name: str, names: Sequence[str]) -> DatasetError:
+def _no_column(file: DataFile, columns: Columns, name: str, names: Sequence[str]) -> DatasetError:
     close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    hint = f"; did you mean {' or '.join(close)}" if close else ""
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    return DatasetError(f'{file.path} has no column "{name}"{hint} Its columns: {shown}')
+    setting = "id_column" if name == columns.id else f"{columns.kind}_column"
+    return DatasetError(f'{file.path} has no column "{name}"{hint}. Set dataset.{setting} to one of: {shown}')

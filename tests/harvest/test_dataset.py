@@ -30,7 +30,9 @@ def test_missing_columns_suggest_close_names(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", {"texts": "a", "n": 1}, {"texts": "b", "n": 2})
     write_parquet(tmp_path / "a.parquet", texts=["a"], n=[1])
     for name in ("a.jsonl", "a.parquet"):
-        with pytest.raises(DatasetError, match=r'no column "text"; did you mean texts\? Its columns: texts, n'):
+        with pytest.raises(
+            DatasetError, match=r'no column "text"; did you mean texts. Set dataset.text_column to one of: texts, n'
+        ):
             open_path(tmp_path / name)
         with pytest.raises(DatasetError, match='no column "ident"'):
             open_path(tmp_path / name, text_column="texts", id_column="ident")
@@ -283,3 +285,11 @@ def test_a_very_long_line(tmp_path: Path) -> None:
     long = "x" * (5 * dataset_readers.BLOCK_BYTES)
     rows, _ = read_all(open_path(write_lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": long}, {"text": "b"})))
     assert [len(row["text"]) for row in rows] == [1, len(long), 1]
+
+
+def test_batches_of_tables_are_bounded_in_bytes(tmp_path: Path) -> None:
+    text = "x" * 10_000
+    path = write_parquet(tmp_path / "a.parquet", text=[text] * 500, other=[text] * 500)
+    batches = list(open_path(path).records())
+    assert sum(batch.n_records for batch in batches) == 500
+    assert max(batch.table.nbytes for batch in batches) < 2 * dataset_readers.BLOCK_BYTES

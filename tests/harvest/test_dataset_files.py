@@ -147,6 +147,7 @@ def test_folders_patterns_and_lists(tmp_path: Path) -> None:
     write_lines(data / "deep" / "a.jsonl", {"text": "deep a"})
     write_lines(data / "c.jsonl.part", {"text": "unfinished"})
     (data / "README.md").write_text("about")
+    (data / "dataset_infos.json").write_text("{}")
     (data / "_SUCCESS").write_text("")
     (data / ".cache").mkdir()
     write_lines(data / ".cache" / "x.jsonl", {"text": "hidden"})
