@@ -47,9 +47,11 @@ env: $(STAMP)
 
 # The vLLM build for CPUs wants a `+cpu` build of torch. Where no configured place has one, uv's own setting finds it.
 $(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
-	  || { echo "Harvest needs Python 3.11 to 3.14; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@for python in $(PYTHON) python3.13 python3.12 python3.11; do \
+	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null; then break; fi; python=; \
+	done; \
+	if [ -z "$$python" ]; then echo "Harvest needs Python 3.11 to 3.14 and finds none. Try: make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
+	test -x $(BIN)/python || $$python -m venv $(VENV)
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
 	@install=( $(BIN)/uv pip install --python $(BIN)/python --editable '.[$(EXTRAS)]' ); \
 	if ! "$${install[@]}" --quiet --dry-run 2>/dev/null; then install+=( --torch-backend $(if $(findstring gpu,$(EXTRAS)),auto,cpu) ); fi; \
