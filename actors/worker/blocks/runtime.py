@@ -11,8 +11,9 @@ ignored.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,14 +26,20 @@ from actors.worker.blocks.errors import (
     OutOfOrderError,
     SplitPromptError,
 )
+from actors.worker.blocks.modes import BlockModes
 from actors.worker.blocks.refs import END_OF_REQUEST, ModelRef, ModuleRef, TracerRef
 from actors.worker.blocks.sites import ModuleSites, Site, install_sites
 from actors.worker.blocks.task import BlockTask, Wait
 from actors.worker.blocks.tp_layout import SiteLayout, layout_of
-from actors.worker.blocks.visit import Visit
+from actors.worker.blocks.visit import Passage, Visit
 from actors.worker.blocks.watchdog import Watchdog
 from actors.worker.blocks.wire import BlockCode, BlockOutcome, Parcel, Reference, unpack
 from actors.worker.step import StepRows
+
+_SPLIT_PROMPT = (
+    "the engine split the prompt over steps, so the block cannot see it whole. Engines that serve blocks run without "
+    "chunked prefill and prefix caching, and never preempt"
+)
 
 _current: BlockRuntime | None = None
 
@@ -66,6 +73,7 @@ class BlockRuntime:
         self.step_number = 0
         self.current: BlockTask | None = None
         self.ended_requests: set[str] = set()
+        self.modes = BlockModes()
         self.watchdog = Watchdog(block_time_limit_s)
         self.logits_site = Site("logits", per_request=True)
         self.samples_site = Site("samples", per_request=True)
@@ -100,6 +108,7 @@ class BlockRuntime:
         self._n_rows = rows.n_rows
         self._n_requests = len(rows.request_ids)
         starts = rows.starts.tolist()
+        due: list[tuple[BlockTask, BaseException | None]] = []
         for slot, request_id in enumerate(rows.request_ids):
             task = self._tasks.get(request_id)
             if task is None:
@@ -107,21 +116,18 @@ class BlockRuntime:
             task.step += 1
             task.slot, task.start, task.stop = slot, starts[slot], starts[slot + 1]
             self._live.append(task)
-            if task.wait is Wait.START:
-                if rows.first_positions[slot] != 0:
-                    self._resume(task, throw=SplitPromptError("the engine did not start with the whole prompt"))
-                else:
-                    self._resume(task)
-            elif task.step > 0 and task.stop - task.start > 1:
-                self._resume(
-                    task,
-                    throw=SplitPromptError(
-                        f"step {task.step} has {task.stop - task.start} rows of this request: its prompt was split "
-                        "over steps. Engines that serve blocks run without chunked prefill and never preempt"
-                    ),
-                )
-            elif task.wait in (Wait.STEP, Wait.OPEN_STEP) and task.wanted_step <= task.step:
-                self._resume(task)
+            if task.done:
+                continue
+            if rows.first_positions[slot] != 0 if task.step == 0 else task.stop - task.start > 1:
+                due.append((task, SplitPromptError(_SPLIT_PROMPT)))
+            elif task.wait is Wait.START or (
+                task.wait in (Wait.STEP, Wait.OPEN_STEP) and task.wanted_step <= task.step
+            ):
+                due.append((task, None))
+        if due:
+            with self._blocks_run():
+                for task, error in due:
+                    task.resume(throw=error)
         self.active = any(not task.done for task in self._live)
 
     def end_forward(self) -> None:
@@ -138,16 +144,17 @@ class BlockRuntime:
 
     def end_step(self) -> None:
         """After sampling: a block that still waits for a location of this step has asked in vain."""
-        for task in self._live:
-            if task.wait is Wait.LOCATION:
-                assert task.site is not None
-                self._resume(
-                    task,
-                    throw=LocationNotReachedError(
-                        f"step {task.step} ended without reaching {task.site.name}: the model does not run it in this "
-                        "step"
-                    ),
-                )
+        late = [task for task in self._live if task.wait is Wait.LOCATION]
+        if late:
+            with self._blocks_run():
+                for task in late:
+                    assert task.site is not None
+                    task.resume(
+                        throw=LocationNotReachedError(
+                            f"step {task.step} ended without reaching {task.site.name}: the model does not run it in "
+                            "this step"
+                        )
+                    )
         self.active = False
 
     def take_ended(self) -> set[str]:
@@ -164,9 +171,10 @@ class BlockRuntime:
         """
         found = [task for task in self._tasks.values() if task.key == key]
         found.sort(key=lambda task: _sequence_index(task.request_id))
-        for task in found:
-            self._finish(task, output)
-            del self._tasks[task.request_id]
+        with self._blocks_run():
+            for task in found:
+                self._finish(task, output)
+                del self._tasks[task.request_id]
         return [
             BlockOutcome(
                 saves=task.saves,
@@ -181,10 +189,11 @@ class BlockRuntime:
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests that nobody will collect (aborted)."""
-        for request_id in request_ids:
-            task = self._tasks.pop(request_id, None)
-            if task is not None:
-                task.kill()
+        found = [task for request_id in request_ids if (task := self._tasks.pop(request_id, None)) is not None]
+        if found:
+            with self._blocks_run():
+                for task in found:
+                    task.kill()
 
     @property
     def n_tasks(self) -> int:
@@ -292,44 +301,54 @@ class BlockRuntime:
 
     def serve(self, site: Site, value: Any) -> Any:
         """A module is at `site`: let every block that waits there run; returns what the model goes on with."""
-        waiting, site.waiting = site.waiting, []
-        layout: SiteLayout | None = None
-        full = value
+        waiting = [task for task in site.waiting if task.wait is Wait.LOCATION]
+        site.waiting = []
+        full, layout = value, None
         if self._tp_size > 1:
-            layout = site.layout
-            if layout is None:
-                layout = site.layout = layout_of(self._sites, site.name, self._tp_size)
+            layout = self._layout(site)
             try:
                 full = layout.gather(value)
             except LocationError as error:
-                for task in waiting:
-                    self._resume(task, throw=error)
+                with self._blocks_run():
+                    for task in waiting:
+                        task.resume(throw=error)
                 return value
-        current = full
-        changed = replaced = False
-        per_request = site.per_request or self._sampling
-        n_rows = self._n_requests if per_request else self._n_rows
-        for task in waiting:
-            if task.wait is not Wait.LOCATION:
-                continue
-            start, stop = (task.slot, task.slot + 1) if per_request else (task.start, task.stop)
-            visit = task.visit = Visit(
-                site.name,
-                full,
-                start,
-                stop,
-                n_rows,
-                write_back=task.write_back,
-                any_integer=site is self.samples_site,
-            )
-            self._resume(task)
-            if visit.changed:
-                changed = True
-                replaced = replaced or visit.replaces
-                current = visit.apply(current)
-        if layout is not None and changed:
-            return layout.scatter(current, value, in_place=not replaced)
+        if site.per_request or self._sampling:
+            n_rows = self._n_requests
+            spans = [(task.slot, task.slot + 1) for task in waiting]
+        else:
+            n_rows = self._n_rows
+            spans = [(task.start, task.stop) for task in waiting]
+        passage = Passage(site.name, full, n_rows, spans, any_integer=site is self.samples_site)
+        changed = []
+        with self._blocks_run():
+            for task, (start, stop) in zip(waiting, spans, strict=True):
+                visit = task.visit = Visit(passage, start, stop, task.write_back)
+                task.resume()
+                if visit.changed:
+                    changed.append(visit)
+        if not changed:
+            return value
+        current = passage.apply(changed)
+        if layout is not None:
+            return layout.scatter(current, value, in_place=not any(visit.replaces for visit in changed))
         return current
+
+    def _layout(self, site: Site) -> SiteLayout:
+        if site.layout is None:
+            site.layout = layout_of(self._sites, site.name, self._tp_size)
+        return site.layout
+
+    @contextlib.contextmanager
+    def _blocks_run(self) -> Iterator[None]:
+        """Around switches to blocks: their modes in place, and this runtime the one that `harvest.save` finds."""
+        global _current
+        before, _current = _current, self
+        try:
+            with self.modes:
+                yield
+        finally:
+            _current = before
 
     def _serve_engine_value(self, site: Site, value: Tensor) -> None:
         if not self.active:
@@ -340,29 +359,19 @@ class BlockRuntime:
             if current is not value:
                 value.copy_(current)
 
-    def _resume(self, task: BlockTask, value: Any = None, *, throw: BaseException | None = None) -> None:
-        global _current
-        before, _current = _current, self
-        try:
-            task.resume(value, throw=throw)
-        finally:
-            _current = before
-        if task.done and (task.failure is not None or task.stopped):
-            self.ended_requests.add(task.request_id)
-
     def _finish(self, task: BlockTask, output: Any) -> None:
         if task.wait is Wait.START:
-            self._resume(task, throw=RuntimeError("the request ended before its first step"))
+            task.resume(throw=RuntimeError("the request ended before its first step"))
         while not task.done:
             if task.wait is Wait.OPEN_STEP:
-                self._resume(task, END_OF_REQUEST)
+                task.resume(END_OF_REQUEST)
             elif task.wait is Wait.STEP:
                 task.cut = (task.wanted_step, task.step + 1)
-                self._resume(task, throw=LoopCut())
+                task.resume(throw=LoopCut())
             elif task.wait is Wait.RESULT:
-                self._resume(task, output)
+                task.resume(output)
             else:
-                self._resume(task, throw=LocationNotReachedError(f"the request ended before {task.location}"))
+                task.resume(throw=LocationNotReachedError(f"the request ended before {task.location}"))
 
     def _resolve(self, reference: Reference) -> Any:
         kind, path = reference

@@ -22,6 +22,7 @@ from actors.worker.blocks.errors import (
     BlockTimeoutError,
     RequestFinishedError,
 )
+from actors.worker.blocks.modes import enter_modes
 from actors.worker.blocks.names import NAMED_NAME, SAVE_NAME
 from actors.worker.blocks.wire import BlockCode, BlockFailure
 
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from actors.worker.blocks.runtime import BlockRuntime
     from actors.worker.blocks.sites import Site
     from actors.worker.blocks.visit import Visit
-
-_InferenceMode: Any = torch._C._InferenceMode
-_set_grad_enabled: Any = torch._C._set_grad_enabled
 
 ATOMS = (int, float, complex, bool, str, bytes, type(None))
 """Types whose equal values may be one object, so that identity does not tell names apart."""
@@ -87,33 +85,40 @@ class BlockTask:
     # -- engine side --------------------------------------------------------------------------------------------
 
     def resume(self, value: Any = None, *, throw: BaseException | None = None) -> None:
-        """Let the block run until it waits or ends. Never raises what the block raises."""
+        """Let the block run until it waits or ends. Call within the runtime's block modes.
+
+        Never raises what the block raises.
+        """
         if throw is not None and self.wait is Wait.START:
             self.wait, self.payload = Wait.DONE, None
             if not isinstance(throw, GreenletExit):
                 self.failure = self._describe(throw)
+                self.runtime.ended_requests.add(self.request_id)
             return
         runtime = self.runtime
+        watchdog = runtime.watchdog
+        own_modes = enter_modes(self._grad, self._inference) if self._grad or self._inference else None
         before, runtime.current = runtime.current, self
-        engine_grad = torch.is_grad_enabled()
-        mode = _InferenceMode(self._inference)
-        mode.__enter__()
-        _set_grad_enabled(self._grad)
-        runtime.watchdog.arm()
+        watchdog.arm()
         try:
             if throw is None:
                 self._greenlet.switch(value)
             else:
                 self._greenlet.throw(throw)
         finally:
-            struck = runtime.watchdog.disarm()
-            self._grad = torch.is_grad_enabled()
-            self._inference = torch.is_inference_mode_enabled()
-            mode.__exit__(None, None, None)
-            _set_grad_enabled(engine_grad)
+            struck = watchdog.disarm()
             runtime.current = before
+            grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            if own_modes is not None or grad or inference:
+                self._grad, self._inference = grad, inference
+                if own_modes is not None:
+                    own_modes.__exit__(None, None, None)
+                else:
+                    runtime.modes.reset()
         if struck:
             runtime.time_limit_struck(self)
+        if self.wait is Wait.DONE and (self.failure is not None or self.stopped):
+            runtime.ended_requests.add(self.request_id)
 
     def kill(self) -> None:
         """Unwind a block that nobody waits for any more."""

@@ -3,69 +3,95 @@
 Invariants: what a block holds never shares memory with the engine; only the request's own rows are ever written; a
 value that does not fit is refused while the block still runs, so the error carries the block's line.
 
-A visit has two halves. `read`, `replace` and `close` run inside the block; `apply` runs on the engine's side, in the
+A :class:`Passage` is the model going past a location, with every block that waits there; a :class:`Visit` is one
+block's part of it. `read`, `replace` and `close` run inside the block; `apply` runs on the engine's side, in the
 engine's grad and inference modes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from actors.worker.blocks.errors import BadWriteError, BadWriteTypeError
 
-RowsOf = Callable[[Tensor], Tensor]
-"""From an engine tensor to the view of one request's rows, or the tensor itself when it has no rows."""
 
-
-class Visit:
-    """The value of a location as one request sees it.
+class Passage:
+    """The value of a location in one step, for all blocks that wait there.
 
     Args:
         name: the location, for messages.
         value: the engine's own structure: tensors within tuples, lists and dicts, anything else passed through.
-        start, stop: the request's rows.
         n_rows: rows of all requests, which is how the token dimension of a tensor is found.
-        write_back: whether in-place edits of what was read reach the engine.
+        spans: (start, stop) rows of the waiting requests, in the order in which they run.
         any_integer: whether a replacement may have another integer dtype (sampled ids).
+
+    When many requests of one row each wait, their copies are cut from one copy of all their rows: the parts do not
+    overlap, and each counts its own edits.
     """
 
-    __slots__ = (
-        "_any_integer",
-        "_copies",
-        "_n_rows",
-        "_pending",
-        "_replaced",
-        "_write_back",
-        "name",
-        "start",
-        "stop",
-        "value",
-    )
+    __slots__ = ("_first", "_last", "_shared", "_shares", "any_integer", "n_rows", "name", "value")
 
     def __init__(
-        self,
-        name: str,
-        value: Any,
-        start: int,
-        stop: int,
-        n_rows: int,
-        *,
-        write_back: bool,
-        any_integer: bool = False,
+        self, name: str, value: Any, n_rows: int, spans: Sequence[tuple[int, int]], *, any_integer: bool = False
     ) -> None:
         self.name = name
         self.value = value
+        self.n_rows = n_rows
+        self.any_integer = any_integer
+        self._shares: dict[int, Sequence[Tensor]] | None = None
+        self._shared: dict[int, Tensor] = {}
+        if len(spans) >= _MIN_SHARED:
+            self._first, self._last = min(spans)[0], max(spans)[1]
+            if self._last - self._first == len(spans) == sum(stop - start for start, stop in spans):
+                self._shares = {}
+
+    def copy(self, engine: Tensor, start: int, stop: int) -> Tensor:
+        """A private copy of rows `start:stop` of a piece of `value`."""
+        shares = self._shares
+        if shares is None or engine.shape[:1] != (self.n_rows,) or torch.is_inference_mode_enabled():
+            return own_rows(engine, start, stop, self.n_rows).clone()
+        parts = shares.get(id(engine))
+        if parts is None:
+            whole = self._shared[id(engine)] = engine[self._first : self._last].clone()
+            parts = shares[id(engine)] = whole.unsafe_split(1)
+        return parts[start - self._first]
+
+    def apply(self, visits: Sequence[Visit]) -> Any:
+        """Write the edits of closed visits; returns the structure for the next module."""
+        if self._shared and len(visits) == self._last - self._first and not any(visit.replaces for visit in visits):
+            # Everyone edited the shared copies and nothing else: they go back in one piece.
+            engines = visits[0].edited
+            if engines.keys() <= self._shared.keys() and all(visit.edited.keys() == engines.keys() for visit in visits):
+                for key, engine in engines.items():
+                    engine[self._first : self._last].copy_(self._shared[key])
+                return self.value
+        current = self.value
+        for visit in visits:
+            current = visit.apply(current)
+        return current
+
+
+_MIN_SHARED = 4
+
+
+class Visit:
+    """One block's part of a passage; `start` and `stop` are its request's rows."""
+
+    __slots__ = ("_copies", "_pending", "_replaced", "_write_back", "passage", "start", "stop", "value")
+
+    def __init__(self, passage: Passage, start: int, stop: int, write_back: bool) -> None:
+        self.passage = passage
+        self.value = passage.value
         self.start = start
         self.stop = stop
-        self._n_rows = n_rows
         self._write_back = write_back
-        self._any_integer = any_integer
-        self._copies: dict[int, tuple[Tensor, Tensor, int, bool]] = {}
-        self._replaced: dict[int, tuple[Any, Any]] = {}
-        self._pending: list[tuple[Tensor, Tensor]] = []
+        self._copies: dict[int, tuple[Tensor, Tensor, int, torch.Size]] = {}
+        self._replaced: dict[int, tuple[Any, Any]] | None = None
+        self._pending: list[tuple[Tensor, Tensor]] | None = None
 
     # -- inside the block ---------------------------------------------------------------------------------------
 
@@ -88,46 +114,53 @@ class Visit:
 
     def replace(self, part: Any, new: Any) -> None:
         """Put `new` in the place of `part`, a piece of `value`; checked at once and again when the visit closes."""
-        self._fits(part, new, self.name)
-        self._set(part, new)
+        self._fits(part, new, self.passage.name)
+        if self._replaced is None:
+            self._replaced = {}
+        self._set(part, new, self._replaced)
 
     def close(self) -> None:
         """End the visit: find what was edited. Call inside the block, before it yields."""
-        if self._replaced:
-            for part, new in self._replaced.values():
-                self._fits(part, new, self.name)
-                self._pending.append((part, new))
+        pending = []
+        replaced = self._replaced
+        if replaced is not None:
+            for part, new in replaced.values():
+                self._fits(part, new, self.passage.name)
+                pending.append((part, new))
         if self._write_back:
-            for engine, copy, version, tracked in self._copies.values():
-                if id(engine) in self._replaced:
+            for engine, copy, version, shape in self._copies.values():
+                if replaced is not None and id(engine) in replaced:
                     continue
                 # An inference tensor (the block switched that mode on) counts no edits: write it back always.
-                if not tracked or copy._version != version:
-                    self._fits(engine, copy, self.name)
-                    self._pending.append((engine, copy))
+                if version == _UNCOUNTED or copy._version != version:
+                    if copy.shape != shape or shape == engine.shape:
+                        self._tensor_fits(engine, copy, self.passage.name)
+                    pending.append((engine, copy))
+        if pending:
+            self._pending = pending
 
     def _copy(self, engine: Tensor) -> Tensor:
-        replaced = self._replaced.get(id(engine))
-        if replaced is not None:
-            new: Tensor = replaced[1]
+        key = id(engine)
+        if self._replaced is not None and key in self._replaced:
+            new: Tensor = self._replaced[key][1]
             return new
-        found = self._copies.get(id(engine))
+        found = self._copies.get(key)
         if found is not None:
             return found[1]
-        copy = own_rows(engine, self.start, self.stop, self._n_rows).clone()
-        tracked = not copy.is_inference()
-        self._copies[id(engine)] = (engine, copy, copy._version if tracked else 0, tracked)
+        copy = self.passage.copy(engine, self.start, self.stop)
+        version = _UNCOUNTED if copy.is_inference() else copy._version
+        self._copies[key] = (engine, copy, version, copy.shape)
         return copy
 
-    def _set(self, part: Any, new: Any) -> None:
+    def _set(self, part: Any, new: Any, replaced: dict[int, tuple[Any, Any]]) -> None:
         if isinstance(part, Tensor):
-            self._replaced[id(part)] = (part, new)
+            replaced[id(part)] = (part, new)
         elif isinstance(part, (tuple, list)):
             for old_item, new_item in zip(part, new, strict=True):
-                self._set(old_item, new_item)
+                self._set(old_item, new_item, replaced)
         elif isinstance(part, dict):
             for key, old_item in part.items():
-                self._set(old_item, new[key])
+                self._set(old_item, new[key], replaced)
 
     def _fits(self, part: Any, new: Any, name: str) -> None:
         if isinstance(part, Tensor):
@@ -153,7 +186,7 @@ class Visit:
             )
 
     def _tensor_fits(self, engine: Tensor, new: Any, name: str) -> None:
-        own = own_rows(engine, self.start, self.stop, self._n_rows)
+        own = own_rows(engine, self.start, self.stop, self.passage.n_rows)
         if own is engine:
             raise BadWriteError(
                 f"{name} of shape {list(engine.shape)} has no token rows: other requests use it too, so it cannot be "
@@ -166,7 +199,7 @@ class Visit:
                 f"{name} needs a tensor of shape {list(own.shape)} (the request's own rows), but one of shape "
                 f"{list(new.shape)} was written"
             )
-        if new.dtype != own.dtype and not (self._any_integer and not new.dtype.is_floating_point):
+        if new.dtype != own.dtype and not (self.passage.any_integer and _is_integer(new.dtype)):
             raise BadWriteError(
                 f"{name} needs dtype {own.dtype}, but {new.dtype} was written; convert it with .to({own.dtype})"
             )
@@ -175,28 +208,37 @@ class Visit:
 
     @property
     def changed(self) -> bool:
-        return bool(self._pending)
+        return self._pending is not None
+
+    @property
+    def edited(self) -> dict[int, Tensor]:
+        """The engine tensors that were edited or replaced, by id."""
+        return {id(engine): engine for engine, _ in self._pending or ()}
 
     @property
     def replaces(self) -> bool:
-        return bool(self._replaced)
+        return self._replaced is not None
 
     def apply(self, current: Any) -> Any:
         """Write the closed visit's edits; returns the structure for the next module.
 
-        `current` is that structure so far: `value`, or what earlier visits of the same pass made of it. An in-place
+        `current` is that structure so far: `value`, or what earlier visits of the same passage made of it. An in-place
         edit goes to the engine's memory, as if the block had held a view of it. A replacement leaves that memory
         alone: the next module gets another tensor.
         """
-        for key, (part, _) in self._replaced.items():
-            if isinstance(part, Tensor) and len(_targets(self.value, current, part)) == 1:
-                current = _copy_tensors(current, key)
-        for engine, new in self._pending:
+        replaced = self._replaced or {}
+        n_rows = self.passage.n_rows
+        for part, _ in replaced.values():
+            if len(_targets(self.value, current, part)) == 1:
+                current = _copy_tensors(current, id(part))
+        for engine, new in self._pending or ():
             for target in _targets(self.value, current, engine):
-                if id(engine) in self._replaced and target is engine:
-                    continue
-                own_rows(target, self.start, self.stop, self._n_rows).copy_(new)
+                if target is not engine or id(engine) not in replaced:
+                    own_rows(target, self.start, self.stop, n_rows).copy_(new)
         return current
+
+
+_UNCOUNTED = -1
 
 
 def own_rows(tensor: Tensor, start: int, stop: int, n_rows: int) -> Tensor:
@@ -214,6 +256,10 @@ def own_rows(tensor: Tensor, start: int, stop: int, n_rows: int) -> Tensor:
         if shape[0] == 3:
             return tensor[:, start:stop]
     return tensor
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
 
 
 def _same_plain(old: Any, new: Any) -> bool:
