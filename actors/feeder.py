@@ -29,8 +29,9 @@ from storage.unit_writer import UnitReceipt
 
 # Requests waiting in the engine beyond those that run: enough that a step is never short, few enough to stay cheap.
 QUEUED_REQUESTS_PER_SLOT = 2
-# How long the idle or gated loop sleeps.
+# How long the loop sleeps while a unit is sealed, and while a full ring keeps the engine from stepping.
 IDLE_WAIT_S = 0.02
+GATED_WAIT_S = 0.002
 # How often the sinks are asked for results while the engine steps: each time is a round trip to every rank.
 POLL_INTERVAL_S = 0.01
 
@@ -95,6 +96,7 @@ class Feeder:
         self._wake = threading.Condition()
         self._stopping = False
         self._stats = EngineStats(pid=os.getpid(), compute_dtype=llm.compute_dtype)
+        self._gated_s = 0.0
         self._n_tokens = 0
         self._pending_bytes = 0
         self._polled_s = 0.0
@@ -147,9 +149,12 @@ class Feeder:
                 self._poll()
             return
         self._poll()
+        begun = time.monotonic()
         with self._wake:
             if not self._leases and not self._stopping:
-                self._wake.wait(IDLE_WAIT_S if self._units else 0.5)
+                self._wake.wait(GATED_WAIT_S if self._llm.busy else IDLE_WAIT_S if self._units else 0.5)
+        if self._llm.busy:
+            self._gated_s += time.monotonic() - begun
 
     def _admit_leases(self) -> None:
         while self._leases:
@@ -249,14 +254,19 @@ class Feeder:
                 unit.receipts.append(result.receipt)
                 if len(unit.receipts) == len(ranks):
                     self._finish(unit)
+        depth = ranks[0][0].depth
         self._stats = EngineStats(
             n_tokens=self._n_tokens,
             n_rows=ranks[0][0].n_rows,
             written_bytes=sum(state.written_bytes for state, _ in ranks),
             pending_bytes=self._pending_bytes,
             n_steps=ranks[0][0].n_steps,
+            n_recomputed=ranks[0][0].n_recomputed,
             pid=os.getpid(),
             compute_dtype=self._llm.compute_dtype,
+            n_layers=depth.n_layers if depth else 0,
+            n_layers_run=depth.n_layers_run if depth else 0,
+            gated_s=self._gated_s,
         )
 
     def _finish(self, unit: _Unit) -> None:

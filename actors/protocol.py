@@ -45,6 +45,8 @@ class EngineSpec:
     """Further engine arguments under vLLM's names."""
     ring_bytes: int = 1 << 30
     writer_threads: int = 4
+    stop_early: bool = True
+    """Stop the forward after the last wanted layer, where nothing later is needed."""
     null_sink: bool = False
     """Drop rows once they are in host memory: for measurements."""
 
@@ -134,9 +136,17 @@ class EngineStats:
     written_bytes: int = 0
     pending_bytes: int = 0
     n_steps: int = 0
+    n_recomputed: int = 0
+    """Tokens computed again after preemptions: a sign of too little KV cache."""
     pid: int = 0
     compute_dtype: str = ""
     """Dtype in which the model runs."""
+    n_layers: int = 0
+    """Decoder layers of the model."""
+    n_layers_run: int = 0
+    """Those that run: fewer where the forward stops after the last wanted one."""
+    gated_s: float = 0.0
+    """Time in which the engine waited because rows on their way to disk filled the ring."""
 
 
 class Engine(Protocol):

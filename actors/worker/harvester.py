@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from actors.protocol import EngineSpec, InvokeOutcome, UnitFailure
 from actors.sink import NullWriter, RowBatch, Sealed, Sink
-from actors.worker.locations import Location, resolve_locations
+from actors.worker.depth import Depth, shorten
+from actors.worker.locations import Location, last_layer_needed, resolve_locations
 from actors.worker.rows import Registration, RowBook, StepTake
 from actors.worker.step import StepRows
 from actors.worker.taps import TapSet
@@ -39,6 +40,9 @@ class SinkState:
     written_bytes: int
     n_rows: int
     n_steps: int
+    n_recomputed: int
+    """Tokens computed again after preemptions."""
+    depth: Depth | None
 
 
 class Harvester:
@@ -46,6 +50,7 @@ class Harvester:
 
     def __init__(self, spec: EngineSpec, *, device: torch.device, rank: int, tp_size: int, static_rows: int) -> None:
         self.graphed = False
+        self.depth: Depth | None = None
         self._spec = spec
         self._device = device
         self._rank = rank
@@ -65,11 +70,19 @@ class Harvester:
 
     # -- start ---------------------------------------------------------------------------------------------------
 
-    def install(self, model: nn.Module) -> None:
-        """Resolve the locations on the loaded model and wrap them; open the sink."""
+    def install(self, model: nn.Module, static_forward_context: dict[str, Any]) -> None:
+        """Resolve the locations on the loaded model, stop it after the last of them, wrap them, open the sink.
+
+        Args:
+            model: loaded, before its first forward.
+            static_forward_context: vLLM's registry of attention layers.
+        """
         spec = self._spec
         locations = resolve_locations(model, spec.locations)
         self._check_layout(locations)
+        stop = spec.stop_early and not spec.generates and not spec.selection.takes_generated
+        last_layer = last_layer_needed(model, locations) if stop else None
+        self.depth = shorten(model, last_layer, static_forward_context)
         # Replicated rows are the same on all ranks: location i is handed out by rank i mod tp, to spread the copying.
         owned = [loc for index, loc in enumerate(locations) if index % self._tp_size == self._rank]
         self._taps = TapSet(
@@ -223,6 +236,8 @@ class Harvester:
             written_bytes=sink.written_bytes,
             n_rows=self._n_rows,
             n_steps=self._n_steps,
+            n_recomputed=self._book.n_recomputed,
+            depth=self.depth,
         )
         return state, results
 

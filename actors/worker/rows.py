@@ -68,6 +68,8 @@ class RowBook:
     def __init__(self) -> None:
         self._registered: dict[str, Registration] = {}
         self._next_position: dict[str, int] = {}
+        self.n_recomputed = 0
+        """Tokens that came a second time, after a preemption."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._registered
@@ -109,6 +111,7 @@ class RowBook:
                 )
             after = first + end - start
             self._next_position[request_id] = max(upto, after)
+            self.n_recomputed += min(upto, after) - first
             low, high = np.searchsorted(registration.positions, (upto, after))
             count = int(high - low)
             if count <= 0:

@@ -37,7 +37,8 @@ class HarvestWorkerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self.harvester.install(self.model_runner.get_model())
+        context = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        self.harvester.install(self.model_runner.get_model(), context)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         # A step that sampled nothing has not been ended by sample_tokens.
