@@ -76,6 +76,9 @@ class Encoder:
         self._settings = settings
         self._tokenizer = Tokenizer(settings.tokenizer, for_messages=settings.kind == "messages")
         self.info: TokenizerInfo = self._tokenizer.info
+        self._repeats_bos = self.info.adds_bos and (
+            settings.kind == "messages" or (settings.kind == "text" and settings.add_special_tokens)
+        )
         self._n_vocabulary = settings.n_vocabulary or self.info.n_tokens
 
     def encode(self, batch: RecordBatch) -> TokenizedBatch:
@@ -141,12 +144,11 @@ class Encoder:
         return ids
 
     def _pieces(self, ids: list[int]) -> Iterator[list[int]]:
-        """The prompt, cut to length; every part of a split text starts with BOS if the whole does."""
+        """The prompt, cut to length; where the tokenizer adds BOS, every part of a split prompt has it."""
         most = self._settings.max_prompt_tokens
         yield ids[:most]
         if self._settings.overlong != "split":
             return
-        bos = self.info.bos_id
-        prefix = ids[:1] if self._settings.kind != "tokens" and ids[0] == bos and most > 1 else []
+        prefix = ids[:1] if self._repeats_bos and ids[0] == self.info.bos_id and most > 1 else []
         for start in range(most, len(ids), most - len(prefix)):
             yield prefix + ids[start : start + most - len(prefix)]

@@ -37,6 +37,8 @@ class TokenizerInfo:
     n_tokens: int
     """Ids are below this number."""
     bos_id: int | None
+    adds_bos: bool
+    """The tokenizer itself puts BOS in front of a text. (Some name a chat marker as BOS and never add it.)"""
     eos_id: int | None
     special_ids: tuple[int, ...]
     """All special tokens: BOS, EOS, padding, chat markers."""
@@ -52,6 +54,10 @@ class Tokenizer:
     def __init__(self, source: TokenizerSource, *, for_messages: bool = False) -> None:
         self._source = source
         self._tokenizer = _load(source)
+        self._adds_bos = False
+        plain, marked = (self.encode_texts(["a"], add_special_tokens=special)[0] for special in (False, True))
+        bos_id = self._tokenizer.bos_token_id
+        self._adds_bos = bos_id is not None and marked[:1] == [bos_id] != plain[:1]
         if for_messages and not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError(
                 f"the tokenizer of {source.name} has no chat template, which dataset.messages_column needs: set "
@@ -67,6 +73,7 @@ class Tokenizer:
         return TokenizerInfo(
             n_tokens=max(len(tokenizer), max(added, default=0) + 1),
             bos_id=tokenizer.bos_token_id,
+            adds_bos=self._adds_bos,
             eos_id=tokenizer.eos_token_id,
             special_ids=tuple(sorted(int(id) for id in special)),
         )
@@ -82,9 +89,9 @@ class Tokenizer:
             return_token_type_ids=False,
             verbose=False,
         )["input_ids"]
-        bos, bos_id = self._tokenizer.bos_token, self._tokenizer.bos_token_id
-        if not add_special_tokens or bos is None:
+        if not add_special_tokens or not self._adds_bos:
             return encoded
+        bos, bos_id = self._tokenizer.bos_token, self._tokenizer.bos_token_id
         return [
             ids[1:] if ids[:2] == [bos_id, bos_id] and text.startswith(bos) else ids
             for text, ids in zip(texts, encoded, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -122,6 +123,22 @@ def test_every_part_of_a_split_text_starts_with_bos(tmp_path: Path, source: Toke
     parts = [row["token_ids"] for row in invokes_of(path, source, max_length=12, overlong="split")[0]]
     assert all(part[0] == BOS and len(part) <= 11 for part in parts)
     assert [token for part in parts for token in part[1:]] == whole[1:]
+
+
+def test_parts_of_a_chat_get_no_marker_that_is_only_named_bos(tmp_path: Path, source: TokenizerSource) -> None:
+    """As in SmolLM2 and Qwen: BOS is `<|im_start|>`, which the template writes and the tokenizer never adds."""
+    folder = Path(train_tokenizer(tmp_path / "tokenizer"))
+    fast = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**fast, "post_processor": None}))
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    fields["chat_template"] = "{{ bos_token }}{{ messages[0]['content'] }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**fields, "add_bos_token": False}))
+    path = write_lines(tmp_path / "a.jsonl", {"m": [{"role": "user", "content": "one two three four five six"}]})
+    rows, _ = invokes_of(
+        path, TokenizerSource(name=str(folder)), dataset={"messages_column": "m"}, max_length=5, overlong="split"
+    )
+    assert len(rows) > 2
+    assert [row["token_ids"][0] == BOS for row in rows] == [True] + [False] * (len(rows) - 1)
 
 
 @pytest.fixture(scope="module")

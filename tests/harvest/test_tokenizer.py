@@ -60,9 +60,20 @@ def test_bos_is_never_doubled(tokenizer: Tokenizer, reference: Any) -> None:
     assert tokenizer.encode_texts([bos + "word", "word"], add_special_tokens=False) == [plain, plain[1:]]
 
 
+def test_a_bos_that_the_tokenizer_does_not_add_is_ordinary_text(folder: Path, tmp_path: Path, reference: Any) -> None:
+    made = edit_settings(folder, tmp_path / "t", add_bos_token=False)
+    fast = json.loads((made / "tokenizer.json").read_text())
+    (made / "tokenizer.json").write_text(json.dumps({**fast, "post_processor": None}))
+    tokenizer = Tokenizer(TokenizerSource(name=str(made)))
+    assert tokenizer.info.bos_id == BOS and not tokenizer.info.adds_bos
+    bos = reference.bos_token
+    once, twice = tokenizer.encode_texts([bos + "word", bos + bos + "word"], add_special_tokens=True)
+    assert twice == [BOS, *once] and once[0] == BOS
+
+
 def test_info_names_all_special_tokens(tokenizer: Tokenizer, reference: Any) -> None:
     info = tokenizer.info
-    assert (info.n_tokens, info.bos_id, info.eos_id) == (1024, BOS, EOS)
+    assert (info.n_tokens, info.bos_id, info.adds_bos, info.eos_id) == (1024, BOS, True, EOS)
     marked = {id for id, token in reference.added_tokens_decoder.items() if token.special}
     assert set(info.special_ids) == marked
     assert len(marked) > 3, "chat markers are among them"
