@@ -98,7 +98,8 @@ class Dataset:
         """All records in order, in batches of at most `BATCH_RECORDS`.
 
         Raises:
-            DatasetError: a damaged file, no record at all, or an id that two records share (found at the end).
+            DatasetError: a damaged file, no record at all, or an id that two records share (found at the latest when
+                twice as many records are read).
         """
         first = 0
         hashes = _KeyHashes()
@@ -106,10 +107,12 @@ class Dataset:
             batch, keys = self._batch(chunk, first)
             hashes.add(keys)
             first += batch.n_records
+            if hashes.has_doubled():
+                self._refuse_duplicates(hashes.repeated(), first)
             yield batch
         if not first:
             raise _no_records(self.files)
-        self._refuse_duplicates(hashes.repeated())
+        self._refuse_duplicates(hashes.repeated(), first)
 
     def _chunks(self) -> Iterator[RawChunk]:
         left = self.config.limit
@@ -169,8 +172,8 @@ class Dataset:
         )
         return RecordBatch(table=table, problems=tuple(problems), n_records=len(chunk.values)), all_keys
 
-    def _refuse_duplicates(self, suspects: set[int]) -> None:
-        """A second pass that tells real duplicates from equal hashes."""
+    def _refuse_duplicates(self, suspects: set[int], n_records: int) -> None:
+        """A second pass over the first `n_records`, to tell real duplicates from equal hashes."""
         if not suspects:
             return
         rows: dict[str, list[int]] = {}
@@ -181,6 +184,8 @@ class Dataset:
                 if isinstance(key, str) and _hash(key) in suspects:
                     rows.setdefault(key, []).append(first + index)
             first += len(chunk.values)
+            if first >= n_records:
+                break
         repeated = {key: found for key, found in rows.items() if len(found) > 1}
         if not repeated:
             return
@@ -189,7 +194,7 @@ class Dataset:
             for key, found in list(repeated.items())[:_SHOWN]
         )
         raise DatasetError(
-            f'ids in column "{self.columns.id}" must be unique, {len(repeated)} are not: {shown}. Make them unique, or '
+            f'ids in column "{self.columns.id}" must be unique; these are not: {shown}. Make them unique, or '
             "leave dataset.id_column out (records are numbered anyway)"
         )
 
@@ -250,10 +255,20 @@ class _KeyHashes:
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray[Any, np.dtype[np.uint64]]] = []
+        self._n = 0
+        self._n_checked = BATCH_RECORDS
 
     def add(self, keys: list[str]) -> None:
         if keys:
             self._parts.append(np.fromiter(map(_hash, keys), np.uint64, len(keys)))
+            self._n += len(keys)
+
+    def has_doubled(self) -> bool:
+        """There are twice as many as when this was last true: time to look, so that all looks together cost little."""
+        if self._n < 2 * self._n_checked:
+            return False
+        self._n_checked = self._n
+        return True
 
     def repeated(self) -> set[int]:
         """Hashes that occur more than once."""

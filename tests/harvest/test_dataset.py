@@ -190,9 +190,19 @@ def test_duplicate_ids_are_refused_with_their_records(tmp_path: Path) -> None:
     records[2999]["id"] = "7"
     records[2500]["id"] = 3
     dataset = open_path(write_lines(tmp_path / "a.jsonl", *records), id_column="id")
-    with pytest.raises(DatasetError, match=r'2 are not: "3" in records 3, 2500; "7" in records 7, 2999'):
+    with pytest.raises(DatasetError, match=r'these are not: "3" in records 3, 2500; "7" in records 7, 2999'):
         read_all(dataset)
     assert len(read_all(open_path(tmp_path / "a.jsonl", id_column="id", limit=2500))[0]) == 2500
+
+
+def test_duplicate_ids_are_found_long_before_the_end(tmp_path: Path) -> None:
+    records: list[Any] = [{"id": index % 2000, "text": "t"} for index in range(40_000)]
+    dataset = open_path(write_lines(tmp_path / "a.jsonl", *records), id_column="id")
+    n_read = 0
+    with pytest.raises(DatasetError, match='these are not: "0" in records 0, 2000; "1" in'):
+        for batch in dataset.records():
+            n_read += batch.n_records
+    assert n_read <= 4 * 1024
 
 
 def test_limit_counts_bad_records_too_and_spans_files(tmp_path: Path) -> None:
