@@ -19,7 +19,9 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 # Arguments that say where and how an engine runs; they change no module of a TP=1 tree.
@@ -115,8 +117,17 @@ def parallel_groups(tp_size: int = 1, rank: int = 0) -> Iterator[None]:
             setattr(parallel_state, name, group_before)
 
 
+def inspect_architectures_in_process() -> None:
+    """Let vLLM look at model classes in this process instead of starting one for each architecture.
+
+    vLLM starts a process (tens of seconds, once per architecture and machine) so that its caller stays free of
+    CUDA. A process that only builds trees has nothing to protect.
+    """
+    registry._run_in_subprocess = lambda function: function()
+
+
 def tree_config(model: str, **engine_args: Any) -> VllmConfig:
-    """vLLM's resolved configuration of a weightless TP=1 engine for ``model``.
+    """The configuration that vLLM resolves for a weightless TP=1 engine of ``model``.
 
     Args:
         model: a local folder or a Hugging Face id; only ``config.json`` is read.
@@ -130,10 +141,23 @@ def tree_config(model: str, **engine_args: Any) -> VllmConfig:
     return EngineArgs(model=model, enforce_eager=True, load_format="dummy", **kept).create_engine_config()
 
 
+@contextlib.contextmanager
+def _own_rotary_modules() -> Iterator[None]:
+    """Keep vLLM's process-wide cache of rotary modules apart: a tree must not share one with an engine, nor leave one."""
+    before = dict(rotary_embedding._ROPE_DICT)
+    rotary_embedding._ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        rotary_embedding._ROPE_DICT.clear()
+        rotary_embedding._ROPE_DICT.update(before)
+
+
 def build_tree_from_config(vllm_config: VllmConfig) -> nn.Module:
     """The meta-device module tree of a configuration; call it inside :func:`parallel_groups`."""
     dtype = vllm_config.model_config.dtype
     with (
+        _own_rotary_modules(),
         set_current_vllm_config(vllm_config),
         set_default_torch_dtype(dtype),
         torch.device("meta"),
@@ -144,7 +168,7 @@ def build_tree_from_config(vllm_config: VllmConfig) -> nn.Module:
 
 
 def build_model_tree(model: str, **engine_args: Any) -> nn.Module:
-    """vLLM's module tree of ``model`` at TP=1 with every parameter on the meta device.
+    """The module tree that vLLM builds of ``model``, at TP=1 with every parameter on the meta device.
 
     Args:
         model: a local folder or a Hugging Face id; only ``config.json`` is read.

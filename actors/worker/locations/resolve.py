@@ -193,8 +193,9 @@ def _source(
     return source, tuple(_positive(source, element))
 
 
-def _positive(value: Value, element: Sequence[int | str]) -> Iterator[int | str]:
+def _positive(source: Value, element: Sequence[int | str]) -> Iterator[int | str]:
     """Elements with negative numbers counted from the start."""
+    value: Any = source
     for key in element:
         if isinstance(value, tuple) and isinstance(key, int) and -len(value) <= key < 0:
             key += len(value)
