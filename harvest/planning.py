@@ -159,7 +159,7 @@ def make_selection(config: RunConfig, tokenizer: TokenizerInfo) -> Selection:
             skip_first=rows.skip_first,
             special_ids=tokenizer.special_ids if rows.skip_special_tokens else (),
             seed=config.seed,
-            exact_length=generation.ignore_eos and not generation.stop,
+            exact_length=generation.exact_length,
         )
     except SelectionError as error:
         raise ConfigError(f"capture.rows: {error}") from error
