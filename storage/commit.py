@@ -51,6 +51,7 @@ class Committer:
         state = read_ledger(run.ledger)
         self._receipts = AppendFile(run.receipts, keep_bytes=state.receipts_bytes)
         self._ledger = LedgerWriter(run.ledger, state)
+        sync_folder(run.path)  # the file of receipts may be new, and the ledger is about to point into it
         self._units = dict(state.units)
         self._complete = state.complete
         self._attempts: dict[int, int] = {}

@@ -95,9 +95,9 @@ class RunFolder:
         files |= {name: (len(content), digest(content)) for name, content in contents.items()}
         write_file(path / "run.json.partial", _run_document(layout, run, files))
         rename(path / "run.json.partial", path / "run.json")
-        remove_tree(path / _MARKER)
-        sync_folder(path)
+        sync_folder(path)  # before the marker goes: a folder with neither would belong to nobody
         sync_folder(path.absolute().parent)
+        remove_tree(path / _MARKER)
         return cls(path=path, layout=layout, run=run, files=files)
 
     @classmethod

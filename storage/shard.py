@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from storage.chunk_buffers import ChunkBuffers
 from storage.errors import RowError, StorageError, write_error, writing
 from storage.files import pread_into, pwrite_all
 from storage.format import Compression, numpy_dtype
+from storage.overlap import beside
 
+_PIECE_BYTES = 256 << 10
 MISSING = 2**64 - 1
 """Offset and length, in a shard's index, of a chunk that is not there."""
 
@@ -91,8 +94,13 @@ class ShardWriter:
                 path=path, fd=self._fd, row=row, chunk_rows=chunk_rows, compression=compression, direct=direct
             )
 
-    def write_rows(self, row: int, data: np.ndarray[Any, Any]) -> None:
+    def write_rows(
+        self, row: int, data: np.ndarray[Any, Any], also: Callable[[int, np.ndarray[Any, Any]], None] | None = None
+    ) -> None:
         """Store `data` (uint8 [n, row_bytes], C-contiguous) as rows `row .. row+n-1` of the shard.
+
+        `also` is called with pieces of `data`, each with its first row within `data`, once the rows are known to be
+        new; large data is handed to it beside the write.
 
         Raises `RowError` for a row that is out of range or written already, `WriteError` when the disk refuses.
         """
@@ -108,7 +116,11 @@ class ShardWriter:
             claimed[...] = True
             self._busy += 1
         try:
-            self._store(row, data)
+            added = beside(self._arithmetic, row, data, also, size_bytes=data.nbytes)
+            try:
+                self._store(row, data)
+            finally:
+                added()
         except OSError as error:
             raise self._fail(write_error(error, self.path, "writing")) from error
         except BaseException as error:
@@ -191,9 +203,23 @@ class ShardWriter:
     def _store(self, row: int, data: np.ndarray[Any, Any]) -> None:
         if self._buffers is not None:
             self._buffers.write(row, data)
-            return
-        pwrite_all(self._fd, data, row * self.row_bytes)
-        self._add(row, data)
+        else:
+            pwrite_all(self._fd, data, row * self.row_bytes)
+
+    def _arithmetic(
+        self, row: int, data: np.ndarray[Any, Any], also: Callable[[int, np.ndarray[Any, Any]], None] | None
+    ) -> None:
+        """Sums and statistics, in pieces that stay in the processor's cache from one to the next."""
+        step = max(1, _PIECE_BYTES // self.chunk_bytes) * self.chunk_rows
+        done = 0
+        while done < len(data):
+            n = min(step - (row + done) % self.chunk_rows, len(data) - done)
+            piece = data[done : done + n]
+            if self._buffers is None:
+                self._add(row + done, piece)
+            if also is not None:
+                also(done, piece)
+            done += n
 
     def _add(self, row: int, data: np.ndarray[Any, Any]) -> None:
         """Add `data` to the sums of the chunks it touches (adding it again takes it out)."""

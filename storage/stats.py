@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,7 @@ class RowStatistics:
     def __init__(self, *, rows: int, dtype: str) -> None:
         self._native = np.dtype("<f2" if dtype == "float16" else "<f4")
         self._bits = np.dtype("<u4" if dtype == "float32" else "<u2")
+        self._signed = np.dtype("<i4" if dtype == "float32" else "<i2")
         self._is_bfloat16 = dtype == "bfloat16"
         self._sign = self._bits.type(0x7FFFFFFF if dtype == "float32" else 0x7FFF)
         self._infinity = _INFINITY_BITS[dtype]
@@ -132,8 +133,11 @@ class RowStatistics:
     def add(self, row: int, data: np.ndarray[Any, Any]) -> None:
         """Take `data` (uint8 [n, row_bytes]) as rows `row ..`."""
         bits = data.view(self._bits)
-        # Largest and smallest as signed integers give the largest magnitude of either sign in two passes and no copy.
-        self._magnitude[row : row + len(bits)] = (bits & self._sign).max(axis=1)
+        # As unsigned integers negative values are above all others, as signed ones below: two maxima, no copy.
+        negative = bits.max(axis=1)
+        positive = data.view(self._signed).max(axis=1)
+        largest = np.where(negative > self._sign, negative & self._sign, 0)
+        self._magnitude[row : row + len(bits)] = np.maximum(largest, np.maximum(positive, 0))
         first = -row % SAMPLE_STRIDE
         if first >= len(bits):
             return
@@ -144,6 +148,10 @@ class RowStatistics:
         with self._lock:
             for i, (total, square) in enumerate(zip(sums, squares, strict=True)):
                 self._samples[row + first + i * SAMPLE_STRIDE] = (values.shape[1], total, square)
+
+    def taker(self, row: int) -> Callable[[int, np.ndarray[Any, Any]], None]:
+        """A function (offset, data) that adds `data` at row `row + offset`."""
+        return lambda offset, data: self.add(row + offset, data)
 
     def clear(self, row: int, n: int) -> None:
         """Forget rows `row .. row+n-1`."""

@@ -68,7 +68,10 @@ class UnitWriter:
         """
         shards = self._shards_of(array)
         stored = as_stored(self.layout.arrays[array], data)
+        gathered = self._statistics.get(array)
         n = len(stored)
+        if n == 0:
+            return
         if row < 0 or row + n > self.layout.unit_rows:
             raise RowError(
                 f"{array}: rows {row} to {row + n - 1} are outside unit {self.unit}, which has rows 0 to "
@@ -79,10 +82,8 @@ class UnitWriter:
             shard, first = divmod(row + done, self.layout.rows_per_shard)
             count = min(self.layout.rows_per_shard - first, n - done)
             piece = stored[done : done + count]
-            shards[shard].write_rows(first, piece)
+            shards[shard].write_rows(first, piece, gathered.taker(row + done) if gathered is not None else None)
             done += count
-        if array in self._statistics:
-            self._statistics[array].add(row, stored)
 
     def clear(self, array: str, row: int, n: int) -> None:
         """Make written rows `row .. row+n-1` of `array` holes again; `RowError` where one was not written."""

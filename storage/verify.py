@@ -228,7 +228,7 @@ class _Check:
             if array in labels:
                 take = _label_taker(labels[array], base)
             elif self.statistics:
-                take = _statistics_taker(gathered[array], base)
+                take = gathered[array].taker(base)
             for problem in shard_problems(self.folder.data / spec.file(shard), spec, file, take):
                 kind = "missing" if problem == "the file is missing" else "damaged"
                 add(kind, f"data.zarr/{spec.file(shard)}", problem)
@@ -309,13 +309,6 @@ def value_problems(value: LocationStatistics) -> Iterator[tuple[Severity, str]]:
 def _label_taker(target: np.ndarray[Any, Any], base: int) -> Callable[[int, np.ndarray[Any, Any]], None]:
     def take(row: int, chunk: np.ndarray[Any, Any]) -> None:
         target[base + row : base + row + len(chunk)] = chunk.reshape(-1).view(target.dtype)
-
-    return take
-
-
-def _statistics_taker(gathered: RowStatistics, base: int) -> Callable[[int, np.ndarray[Any, Any]], None]:
-    def take(row: int, chunk: np.ndarray[Any, Any]) -> None:
-        gathered.add(base + row, chunk)
 
     return take
 
