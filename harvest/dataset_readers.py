@@ -301,7 +301,7 @@ def _check_type(file: DataFile, name: str, type: pa.DataType, kind: Kind | Liter
 
 def _no_column(file: DataFile, columns: Columns, name: str, names: Sequence[str]) -> DatasetError:
     close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(close)}" if close else ""
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     setting = "id_column" if name == columns.id else f"{columns.kind}_column"
     return DatasetError(f'{file.path} has no column "{name}"{hint}. Set dataset.{setting} to one of: {shown}')

@@ -31,7 +31,8 @@ def test_missing_columns_suggest_close_names(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", texts=["a"], n=[1])
     for name in ("a.jsonl", "a.parquet"):
         with pytest.raises(
-            DatasetError, match=r'no column "text"; did you mean texts. Set dataset.text_column to one of: texts, n'
+            DatasetError,
+            match=r'no column "text" \(did you mean texts\?\)\. Set dataset.text_column to one of: texts, n',
         ):
             open_path(tmp_path / name)
         with pytest.raises(DatasetError, match='no column "ident"'):

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from harvest.dataset_checks import Bad
 from harvest.errors import ConfigError
@@ -49,6 +51,13 @@ def test_texts_are_encoded_as_transformers_does(tokenizer: Tokenizer, reference:
         assert tokenizer.encode_texts(texts, add_special_tokens=special) == expected
     assert all(ids[0] == BOS for ids in tokenizer.encode_texts(texts, add_special_tokens=True))
     assert tokenizer.encode_texts([], add_special_tokens=True) == []
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=5))
+def test_no_character_is_lost(tokenizer: Tokenizer, reference: Any, texts: list[str]) -> None:
+    encoded = tokenizer.encode_texts(texts, add_special_tokens=False)
+    assert [reference.decode(ids, clean_up_tokenization_spaces=False) for ids in encoded] == texts
 
 
 def test_bos_is_never_doubled(tokenizer: Tokenizer, reference: Any) -> None:
