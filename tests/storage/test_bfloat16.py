@@ -1,4 +1,4 @@
-"""The bfloat16 data type: the same bits in zarr-python, tensorstore and xarray, and refused where it cannot be right."""
+"""The bfloat16 type: the same bits in zarr-python, tensorstore and xarray, and refused where it cannot be right."""
 
 from __future__ import annotations
 
