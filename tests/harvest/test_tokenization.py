@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from harvest import tokenization
 from harvest.config import TokenizationConfig
 from harvest.dataset import Problem, RecordBatch
-from harvest.encoding import INVOKES_SCHEMA, Encoder, EncoderSettings, part_of, record_of
+from harvest.encoding import INVOKES_SCHEMA, Encoder, EncoderSettings, TokenizedBatch, part_of, record_of
 from harvest.errors import ConfigError, DatasetError, RunError
-from harvest.tokenization import tokenize
+from harvest.tokenization import Tokenization, tokenize
 from harvest.tokenization_worker import WorkerProcess
 from harvest.tokenizer import TokenizerSource
 from tests.harvest.written_datasets import open_path, write_lines
@@ -158,9 +159,13 @@ def settings_for(source: TokenizerSource, **fields: Any) -> EncoderSettings:
     return EncoderSettings(tokenizer=source, **{**defaults, **fields})
 
 
-def record_batch(kind: str, values: list[Any]) -> RecordBatch:
+def record_batch(kind: str, values: list[Any], first: int = 0) -> RecordBatch:
     type = pa.large_list(pa.int64()) if kind == "tokens" else pa.large_string()
-    columns = [pa.array(range(len(values)), pa.int64()), pa.nulls(len(values), pa.string()), pa.array(values, type)]
+    columns = [
+        pa.array(range(first, first + len(values)), pa.int64()),
+        pa.nulls(len(values), pa.string()),
+        pa.array(values, type),
+    ]
     table = pa.record_batch(columns, names=["invoke", "key", kind])
     return RecordBatch(table=table, problems=(), n_records=len(values))
 
@@ -243,6 +248,57 @@ def test_processes_give_the_same_invokes_in_the_same_order(
     assert len(alone[1]) == 200
 
 
+class UnevenEncoder:
+    """An encoder that takes its time, more for some batches than for others."""
+
+    def __init__(self, encoder: Encoder, fails_at: int | None = None) -> None:
+        self._encoder = encoder
+        self._fails_at = fails_at
+        self.info = encoder.info
+        self.is_closed = False
+
+    def encode(self, batch: RecordBatch) -> TokenizedBatch:
+        first = batch.table.column("invoke")[0].as_py()
+        if first == self._fails_at:
+            raise RunError("it died")
+        time.sleep(0.02 if first % 7 == 0 else 0.001)
+        return self._encoder.encode(batch)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def numbered_batches(n: int) -> Iterator[RecordBatch]:
+    for number in range(n):
+        yield record_batch("tokens", [[number]], first=number)
+
+
+def test_batches_keep_their_order_though_some_take_longer(encoder: Encoder) -> None:
+    encoders = [UnevenEncoder(encoder) for _ in range(4)]
+    tokens = Tokenization(numbered_batches(100), list(encoders), TokenizationConfig())
+    assert [batch.invokes["invoke"].to_pylist() for batch in tokens] == [[number] for number in range(100)]
+    assert all(each.is_closed for each in encoders)
+
+
+def test_ending_early_closes_everything_and_reads_little_ahead(encoder: Encoder) -> None:
+    encoders = [UnevenEncoder(encoder) for _ in range(2)]
+    batches = numbered_batches(1000)
+    with Tokenization(batches, list(encoders), TokenizationConfig()) as tokens:
+        next(iter(tokens))
+    assert all(each.is_closed for each in encoders)
+    assert next(batches).table["invoke"].to_pylist()[0] < 10
+
+
+def test_an_error_in_the_middle_comes_at_its_place(encoder: Encoder) -> None:
+    encoders = [UnevenEncoder(encoder, fails_at=20) for _ in range(3)]
+    seen: list[int] = []
+    with pytest.raises(RunError, match="it died"):
+        for batch in Tokenization(numbered_batches(1000), list(encoders), TokenizationConfig()):
+            seen += batch.invokes["invoke"].to_pylist()
+    assert seen == list(range(20))
+    assert all(each.is_closed for each in encoders)
+
+
 def test_errors_cross_the_pipe(tmp_path: Path, source: TokenizerSource) -> None:
     (tmp_path / "empty").mkdir()
     path = write_lines(tmp_path / "a.jsonl", {"text": "a"})
@@ -265,7 +321,7 @@ SCRIPT = """
 import sys
 from harvest.config import DatasetConfig, TokenizationConfig
 from harvest.dataset import open_dataset
-from harvest.tokenization import tokenize
+from harvest.tokenization import Tokenization, tokenize
 from harvest.tokenizer import TokenizerSource
 
 dataset = open_dataset(DatasetConfig(path=sys.argv[1]))
