@@ -143,7 +143,7 @@ def tree_config(model: str, **engine_args: Any) -> VllmConfig:
 
 @contextlib.contextmanager
 def _own_rotary_modules() -> Iterator[None]:
-    """Keep vLLM's process-wide cache of rotary modules apart: a tree must not share one with an engine, nor leave one."""
+    """Keep vLLM's cache of rotary modules apart: a tree must not share one with an engine, nor leave one."""
     before = dict(rotary_embedding._ROPE_DICT)
     rotary_embedding._ROPE_DICT.clear()
     try:
