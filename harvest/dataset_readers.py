@@ -275,7 +275,17 @@ def _python_values(column: pa.Array) -> list[Any]:
         except pa.ArrowInvalid:
             # Not UTF-8 somewhere: hand out bytes, so that only the records that are affected are listed.
             return column.cast(pa.large_binary()).to_pylist()
-    return column.to_pylist()
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [_python_value(value) for value in column]
+
+
+def _python_value(value: pa.Scalar) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        return Bad(reason="undecodable", detail=explain_undecodable(error))
 
 
 def _check_type(file: DataFile, name: str, type: pa.DataType, kind: Kind | Literal["id"]) -> None:

@@ -130,6 +130,24 @@ def test_undecodable_text_lines_and_table_cells(tmp_path: Path) -> None:
         assert "byte 4 (0xc3)" in problems[0].detail
 
 
+def test_undecodable_messages_in_a_table(tmp_path: Path) -> None:
+    raw = pa.array([b"good", b"bad \xc3\x28"], pa.binary())
+    content = pa.Array.from_buffers(pa.string(), 2, raw.buffers())
+    messages = pa.StructArray.from_arrays([pa.array(["user", "user"]), content], names=["role", "content"])
+    write_parquet(tmp_path / "a.parquet", m=pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), messages))
+    rows, problems = read_all(open_path(tmp_path / "a.parquet", messages_column="m"))
+    assert [row["invoke"] for row in rows] == [0]
+    assert reasons(problems) == [(1, "undecodable")]
+
+
+def test_json_nested_beyond_measure_is_listed(tmp_path: Path) -> None:
+    deep = b'{"text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    elsewhere = b'{"text": "a", "other": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    rows, problems = read_all(open_path(write_lines(tmp_path / "a.jsonl", {"text": "a"}, deep, elsewhere)))
+    assert [row["invoke"] for row in rows] == [0]
+    assert reasons(problems) == [(1, "not_json"), (2, "not_json")]
+
+
 def test_null_and_empty_cells(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", text=["a", None, "", "b"], id=["x", "y", "z", None])
     rows, problems = read_all(open_path(tmp_path / "a.parquet", id_column="id"))

@@ -13,7 +13,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from harvest import dataset_readers
 from harvest.config import DatasetConfig
 from harvest.dataset import open_dataset
 from harvest.errors import DatasetError
@@ -226,3 +229,40 @@ def test_broken_tables_are_named(tmp_path: Path, name: str) -> None:
         path.write_bytes(damaged)
         with pytest.raises(DatasetError, match=f"{re.escape(name)} is damaged or is no"):
             read_all(open_path(path))
+
+
+CELL = st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+@settings(deadline=None)
+@given(
+    cells=st.lists(CELL, min_size=1, max_size=30),
+    type=st.sampled_from([pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]),
+    group=st.integers(1, 10),
+    as_parquet=st.booleans(),
+    table_rows=st.integers(1, 8),
+)
+def test_tables_in_any_groups(
+    tmp_path_factory: pytest.TempPathFactory,
+    cells: list[str | None],
+    type: pa.DataType,
+    group: int,
+    as_parquet: bool,
+    table_rows: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("table")
+    text = pa.array(cells, pa.string())
+    text = text.dictionary_encode() if pa.types.is_dictionary(type) else text.cast(type)
+    table = pa.table({"id": range(100, 100 + len(cells)), "text": text})
+    if as_parquet:
+        pq.write_table(table, folder / "a.parquet", row_group_size=group)
+    else:
+        write_arrow(folder / "a.arrow", table)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset_readers, "TABLE_ROWS", table_rows)
+        rows, problems = read_all(open_path(folder, id_column="id"))
+    expected = [(index, str(100 + index), cell) for index, cell in enumerate(cells)]
+    assert [(row["invoke"], row["key"], row["text"]) for row in rows] == [each for each in expected if each[2]]
+    assert [(p.invoke, p.key, p.reason) for p in problems] == [
+        (index, key, "null" if cell is None else "empty") for index, key, cell in expected if not cell
+    ]
