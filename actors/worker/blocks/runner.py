@@ -32,10 +32,18 @@ class _BlocksMixin:
 
     def install_blocks(self, *, block_time_limit_s: float | None) -> None:
         """Call once the model is loaded."""
+        model = self.get_model()  # type: ignore[attr-defined]
+        tp_size = self.vllm_config.parallel_config.tensor_parallel_size
+        layouts = None
+        if tp_size > 1:
+            from actors.worker.blocks.tp_layout import Layouts
+
+            layouts = Layouts(model, self.vllm_config, tp_size)
         self.blocks = BlockRuntime(
-            self.get_model(),  # type: ignore[attr-defined]
+            model,
             device=torch.device(self.device),
-            tp_size=self.vllm_config.parallel_config.tensor_parallel_size,
+            tp_size=tp_size,
+            layouts=layouts,
             make_tokenizer=self._make_tokenizer,
             block_time_limit_s=block_time_limit_s,
         )

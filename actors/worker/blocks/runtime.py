@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,13 @@ from actors.worker.blocks.modes import BlockModes
 from actors.worker.blocks.refs import END_OF_REQUEST, ModelRef, ModuleRef, TracerRef
 from actors.worker.blocks.sites import ModuleSites, Site, install_sites
 from actors.worker.blocks.task import BlockTask, Wait
-from actors.worker.blocks.tp_layout import SiteLayout, layout_of
 from actors.worker.blocks.visit import Passage, Visit
 from actors.worker.blocks.watchdog import Watchdog
 from actors.worker.blocks.wire import BlockCode, BlockOutcome, Parcel, Reference, unpack
 from actors.worker.step import StepRows
+
+if TYPE_CHECKING:
+    from actors.worker.blocks.tp_layout import Layouts, SiteLayout
 
 _SPLIT_PROMPT = (
     "the engine split the prompt over steps, so the block cannot see it whole. Engines that serve blocks run without "
@@ -56,6 +58,7 @@ class BlockRuntime:
         model: the engine's model, loaded; its modules' forwards are wrapped here.
         device: where the engine's tensors live.
         tp_size: ranks of the engine. All ranks run every block, on full-width values.
+        layouts: how values are spread over the ranks; needed when there are several.
         make_tokenizer: makes the tokenizer the first time that a block asks for it.
         block_time_limit_s: the longest that a block may run between two locations; None for no limit.
     """
@@ -66,6 +69,7 @@ class BlockRuntime:
         *,
         device: torch.device,
         tp_size: int = 1,
+        layouts: Layouts | None = None,
         make_tokenizer: Callable[[], Any] | None = None,
         block_time_limit_s: float | None = None,
     ) -> None:
@@ -79,6 +83,7 @@ class BlockRuntime:
         self.samples_site = Site("samples", per_request=True)
         self._device = device
         self._tp_size = tp_size
+        self._layouts = layouts
         self._make_tokenizer = make_tokenizer
         self._tokenizer: Any = None
         self._tasks: dict[str, BlockTask] = {}
@@ -307,7 +312,7 @@ class BlockRuntime:
         if self._tp_size > 1:
             layout = self._layout(site)
             try:
-                full = layout.gather(value)
+                full = value if layout is None else layout.gather(value)
             except LocationError as error:
                 with self._blocks_run():
                     for task in waiting:
@@ -334,9 +339,10 @@ class BlockRuntime:
             return layout.scatter(current, value, in_place=not any(visit.replaces for visit in changed))
         return current
 
-    def _layout(self, site: Site) -> SiteLayout:
-        if site.layout is None:
-            site.layout = layout_of(self._sites, site.name, self._tp_size)
+    def _layout(self, site: Site) -> SiteLayout | None:
+        if site.layout is None and self._layouts is not None and not site.per_request:
+            path, _, side = site.name.rpartition(".")
+            site.layout = self._layouts.of(site.name, path, side)
         return site.layout
 
     @contextlib.contextmanager

@@ -124,6 +124,9 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.layout == torch.strided and not obj.is_quantized:
             return self._reduce_tensor(obj)
+        if isinstance(obj, CodeType):
+            # cloudpickle would forget the file, which errors name.
+            return (marshal.loads, (marshal.dumps(obj),))
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
