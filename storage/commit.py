@@ -55,6 +55,8 @@ class Committer:
         self._units = dict(state.units)
         self._complete = state.complete
         self._attempts: dict[int, int] = {}
+        # Unit -> the attempt whose files were the last to be renamed into the store, while it is not in the ledger.
+        self._renamed: dict[int, int] = {}
         self.incarnation = state.incarnation
         remove_tree(run.path / ".creating")
         remove_tree(run.staging)
@@ -114,8 +116,8 @@ class Committer:
 
         A receipt for a committed unit, or of an earlier incarnation, is dropped with its staged files. One that does
         not describe its unit (files or rows missing, invokes other than planned) is refused with the reason and its
-        files are deleted; the others go on. `WriteError` leaves everything as it was, except that files may be
-        renamed already: publish again, or attempt the unit again.
+        files are deleted; the others go on. After `WriteError` nothing of the group is visible;
+        publish the same receipts again once the cause is gone, or attempt the units again.
         """
         dropped: list[tuple[int, int]] = []
         refused: dict[tuple[int, int], str] = {}
@@ -197,10 +199,13 @@ class Committer:
     def _publish(self, receipts: list[UnitReceipt]) -> None:
         folders: set[Path] = set()
         for receipt in receipts:
+            resumed = self._renamed.get(receipt.unit) == receipt.attempt
+            self._renamed[receipt.unit] = receipt.attempt
             staged = staging_folder(self.run.path, receipt.unit, receipt.attempt)
             for file in receipt.files:
                 name = self.run.layout.arrays[file.array].file(file.shard)
-                rename(staged / name, self.run.data / name)
+                if not resumed or (staged / name).exists():
+                    rename(staged / name, self.run.data / name)
                 folders.add((self.run.data / name).parent)
         for folder in sorted(folders):
             sync_folder(folder)
@@ -221,18 +226,11 @@ class Committer:
             )
             data += line
         self._receipts.append(data)
-        self._ledger.append(
-            [
-                {
-                    "unit": unit.unit,
-                    "attempt": unit.attempt,
-                    "rows": unit.rows,
-                    "bytes": unit.total_bytes,
-                    "receipt": [unit.receipt_offset, unit.receipt_bytes, unit.receipt_digest],
-                }
-                for unit in units
-            ]
-        )
+        try:
+            self._ledger.append([_ledger_line(unit) for unit in units])
+        except WriteError:
+            self._receipts.take_back(len(data))
+            raise
         self._units |= {unit.unit: unit for unit in units}
         for receipt in receipts:
             try:
@@ -252,6 +250,8 @@ class Committer:
         staged = staging_folder(self.run.path, receipt.unit, receipt.attempt)
         for (array, shard), file in files.items():
             path = staged / layout.arrays[array].file(shard)
+            if self._renamed.get(receipt.unit) == receipt.attempt and not path.exists():
+                path = self.run.data / layout.arrays[array].file(shard)
             size = path.stat().st_size if path.exists() else -1
             if size != file.file_bytes:
                 raise ReceiptError(f"{name}: {path} has {size} bytes where the receipt says {file.file_bytes}.")
@@ -281,3 +281,13 @@ class Committer:
                 raise ReceiptError(
                     f"{name}: the rows written in shard {shard} of {', '.join(wrong)} are not the rows of its invokes."
                 )
+
+
+def _ledger_line(unit: CommittedUnit) -> dict[str, Any]:
+    return {
+        "unit": unit.unit,
+        "attempt": unit.attempt,
+        "rows": unit.rows,
+        "bytes": unit.total_bytes,
+        "receipt": [unit.receipt_offset, unit.receipt_bytes, unit.receipt_digest],
+    }

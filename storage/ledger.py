@@ -143,10 +143,16 @@ class AppendFile:
             write_all(self._fd, data)
             os.fsync(self._fd)
         except OSError as error:
-            os.ftruncate(self._fd, self.end)
-            os.lseek(self._fd, self.end, os.SEEK_SET)
+            self.take_back(0)
             raise write_error(error, self.path, "appending to") from error
         self.end += len(data)
+
+    def take_back(self, n_bytes: int) -> None:
+        """Cut off the last `n_bytes` that were appended, and whatever a failed append left behind them."""
+        with writing(self.path, "shortening"):
+            self.end -= n_bytes
+            os.ftruncate(self._fd, self.end)
+            os.lseek(self._fd, self.end, os.SEEK_SET)
 
     def close(self) -> None:
         """Close the file; harmless when closed."""
