@@ -299,11 +299,14 @@ def test_an_error_in_the_middle_comes_at_its_place(encoder: Encoder) -> None:
     assert all(each.is_closed for each in encoders)
 
 
-def test_errors_cross_the_pipe(tmp_path: Path, source: TokenizerSource) -> None:
+def test_errors_cross_the_pipe(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    path = write_lines(tmp_path / "a.jsonl", {"text": "a"})
-    with pytest.raises(ConfigError, match="has no tokenizer"):
-        invokes_of(path, TokenizerSource(name=str(tmp_path / "empty")), processes=2)
+    worker = WorkerProcess(settings_for(TokenizerSource(name=str(tmp_path / "empty"))), parallel=False)
+    try:
+        with pytest.raises(ConfigError, match="has no tokenizer"):
+            _ = worker.info
+    finally:
+        worker.close()
 
 
 def test_a_process_that_dies_is_reported(source: TokenizerSource) -> None:
@@ -325,7 +328,7 @@ from harvest.tokenization import Tokenization, tokenize
 from harvest.tokenizer import TokenizerSource
 
 dataset = open_dataset(DatasetConfig(path=sys.argv[1]))
-config = TokenizationConfig(processes=2)
+config = TokenizationConfig()
 with tokenize(dataset, TokenizerSource(name=sys.argv[2]), config, max_length=100) as tokens:
     print(next(iter(tokens)).invokes.num_rows)
     print([name for name in ("torch", "transformers", "vllm", "ray") if name in sys.modules], flush=True)
@@ -360,7 +363,7 @@ def test_a_plain_script_needs_no_main_guard_no_torch_and_leaves_no_process(
         script.kill()
         errors = script.stderr.read()
     assert lines == ["2", "[]"], errors
-    assert len(children) == 2
+    assert len(children) == 1
     assert errors == ""
     deadline = time.monotonic() + 30
     while any(map(is_alive, children)):
