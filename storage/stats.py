@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-SAMPLE_STRIDE = 32
+SAMPLE_STRIDE = 64
 """Of this many rows one is used for mean, variance and norms."""
 LARGEST_ROWS = 8
 """How many rows of largest magnitude are kept by number."""
@@ -126,28 +126,27 @@ class RowStatistics:
         self._is_bfloat16 = dtype == "bfloat16"
         self._sign = self._bits.type(0x7FFFFFFF if dtype == "float32" else 0x7FFF)
         self._infinity = _INFINITY_BITS[dtype]
-        self._magnitude = np.zeros(rows, self._bits)
+        # Largest bits of a row, as unsigned and as signed integers.
+        self._unsigned_max = np.zeros(rows, self._bits)
+        self._signed_max = np.zeros(rows, self._signed)
         self._samples: dict[int, tuple[int, float, float]] = {}
         self._lock = threading.Lock()
 
     def add(self, row: int, data: np.ndarray[Any, Any]) -> None:
         """Take `data` (uint8 [n, row_bytes]) as rows `row ..`."""
-        bits = data.view(self._bits)
-        # As unsigned integers negative values are above all others, as signed ones below: two maxima, no copy.
-        negative = bits.max(axis=1)
-        positive = data.view(self._signed).max(axis=1)
-        largest = np.where(negative > self._sign, negative & self._sign, 0)
-        self._magnitude[row : row + len(bits)] = np.maximum(largest, np.maximum(positive, 0))
-        first = -row % SAMPLE_STRIDE
-        if first >= len(bits):
-            return
-        values = self._floats(bits[first::SAMPLE_STRIDE])
-        sums = values.sum(axis=1, dtype=np.float64).tolist()
-        with np.errstate(all="ignore"):
-            squares = np.einsum("ij,ij->i", values, values, dtype=np.float64).tolist()
-        with self._lock:
-            for i, (total, square) in enumerate(zip(sums, squares, strict=True)):
-                self._samples[row + first + i * SAMPLE_STRIDE] = (values.shape[1], total, square)
+        n = len(data)
+        np.maximum.reduce(data.view(self._bits), axis=1, out=self._unsigned_max[row : row + n])
+        np.maximum.reduce(data.view(self._signed), axis=1, out=self._signed_max[row : row + n])
+        for at in range(row + -row % SAMPLE_STRIDE, row + n, SAMPLE_STRIDE):
+            values = self._floats(data[at - row].view(self._bits))
+            square = float(np.dot(values, values))
+            if not math.isfinite(square):  # too large for float32, or the row itself is not finite
+                values = values.astype(np.float64)
+                square = float(np.dot(values, values))
+            if not math.isfinite(square):
+                continue
+            with self._lock:
+                self._samples[at] = (len(values), float(values.sum()), square)
 
     def taker(self, row: int) -> Callable[[int, np.ndarray[Any, Any]], None]:
         """A function (offset, data) that adds `data` at row `row + offset`."""
@@ -155,14 +154,17 @@ class RowStatistics:
 
     def clear(self, row: int, n: int) -> None:
         """Forget rows `row .. row+n-1`."""
-        self._magnitude[row : row + n] = 0
+        self._unsigned_max[row : row + n] = 0
+        self._signed_max[row : row + n] = 0
         with self._lock:
             for at in range(row + -row % SAMPLE_STRIDE, row + n, SAMPLE_STRIDE):
                 self._samples.pop(at, None)
 
     def finish(self, mask: np.ndarray[Any, Any]) -> LocationStatistics:
         """The statistics of the rows that `mask` (bool [rows]) names."""
-        magnitude = self._magnitude
+        # As unsigned integers negative values are above all others, as signed ones below: two maxima, no copy.
+        negative = np.where(self._unsigned_max > self._sign, self._unsigned_max & self._sign, 0)
+        magnitude = np.maximum(negative, np.maximum(self._signed_max, 0).astype(self._bits))
         nonfinite = magnitude >= self._infinity
         finite = np.where(nonfinite, 0, magnitude).astype(self._bits)
         count = min(LARGEST_ROWS, len(finite))

@@ -47,7 +47,10 @@ class ScriptedInvoke:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedRun:
-    """A run that follows from its fields alone."""
+    """A run that follows from its fields alone.
+
+    Prompts have one of `lengths` tokens, at most 4096; a unit takes another prompt with probability `fill`.
+    """
 
     seed: int = 0
     n_units: int = 4
@@ -55,6 +58,8 @@ class ScriptedRun:
     shards_per_unit: int = 2
     chunk_rows: int = 64
     n_skipped: int = 1
+    lengths: tuple[int, ...] = (1, 3, 17, 64, 90)
+    fill: float = 0.9
     compression: Compression | None = None
     locations: tuple[LocationSpec, ...] = (
         LocationSpec(name="residual.1", path="model.layers.1.output.0", alias="residual.1", width=32),
@@ -85,8 +90,8 @@ class ScriptedRun:
         unit_rows = self.rows_per_shard * self.shards_per_unit
         for unit in range(self.n_units):
             used = 0
-            while unit_rows - used > 0 and (used == 0 or rng.random() < 0.9):
-                n_prompt = min(rng.choice((1, 3, 17, 64, 90)), unit_rows - used)
+            while unit_rows - used > 0 and (used == 0 or rng.random() < self.fill):
+                n_prompt = min(rng.choice(self.lengths), unit_rows - used)
                 max_tokens = rng.choice((1, 1, 1, 6))
                 if used + n_prompt + max_tokens - 1 > unit_rows:
                     max_tokens = 1

@@ -119,6 +119,18 @@ class StoreMachine(RuleBasedStateMachine):
         writer = UnitWriter(self.path, self.run.layout, unit=unit, attempt=name[1])
         self.writers[name] = (writer, self.script.writes(*name))
 
+    @precondition(lambda self: self.driver is not None and not self.complete)
+    @rule(unit=st.integers(0, 2), other=st.booleans())
+    def whole_attempts(self, unit: int, other: bool) -> None:
+        """One attempt from lease to receipt, or two that race."""
+        for _ in range(1 + other):
+            self.lease(unit)
+            name = max(self.writers, key=lambda name: (name[0] == unit, name[1]))
+            writer, calls = self.writers.pop(name)
+            for array, row, rows in calls:
+                writer.write(array, row, rows)
+            self.receipts[name] = writer.seal(invokes=self.script.outcomes(unit))
+
     def some_writer(self, data: st.DataObject) -> Name:
         return data.draw(st.sampled_from(sorted(self.writers)))
 

@@ -58,7 +58,7 @@ def test_cuts_do_not_matter() -> None:
 
 def test_norm_quantiles_and_massive_rows() -> None:
     rng = np.random.default_rng(1)
-    values = rng.standard_normal((SAMPLE_STRIDE * 400, 32)).astype(np.float32)
+    values = rng.standard_normal((SAMPLE_STRIDE * 300, 32)).astype(np.float32)
     values[77, 5] = 500
     found = gather(values, "float32", [100])
     norms = np.linalg.norm(values[::SAMPLE_STRIDE], axis=1)
@@ -91,4 +91,4 @@ def test_clearing_leaves_no_trace() -> None:
     mask = np.arange(128) < 96
     found = gathered.finish(mask)
     assert (found.rows, found.nonfinite_rows) == (96, 0)
-    assert found.sampled_rows == 3
+    assert found.sampled_rows == 2
