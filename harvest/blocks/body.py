@@ -33,7 +33,7 @@ class CompiledBody:
         # A `with` inside becomes two statements in places; flatten what the rewriter nested.
         module.body = _flatten(module.body)
         ast.fix_missing_locations(module)
-        self.code: CodeType = compile(module, body.filename, "exec", dont_inherit=True)
+        self.code: CodeType = compile(module, body.filename, "exec", flags=body.future_flags, dont_inherit=True)
         self.marshalled = marshal.dumps(self.code)
         self.reads = _names_read(self.code) - {SAVE_NAME, NAMED_NAME}
         self.filename = body.filename

@@ -7,6 +7,7 @@ back.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import functools
@@ -23,6 +24,8 @@ _FUNCTION_FORM = (
     "Write the block as a plain function instead, which needs no source: model.run(function, prompts, **sampling)"
 )
 
+_FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+
 Position = tuple[int, int]
 """(line from 1, column in UTF-8 bytes from 0)."""
 
@@ -38,10 +41,12 @@ class WithBody:
     filename: str
     body: tuple[ast.stmt, ...]
     """Its statements at their places in the file; do not change them."""
-    first: Position
-    """Where the body begins."""
+    first: Position | None
+    """Where its first statement that does something begins; None without one."""
     text: str
     """The body as written."""
+    future_flags: int
+    """`from __future__` imports of its file, as flags for `compile`."""
 
 
 def find_body(frame: FrameType) -> WithBody:
@@ -91,12 +96,24 @@ def _body_of(
         body = [inner]
     else:
         body = list(node.body)
-    first = min(_start_of(statement) for statement in body)
+    acting = [statement for statement in body if not is_idle(statement)]
+    # A statement that does nothing has no instruction of its own to stop at; a body of such may as well run.
+    first = min((_start_of(statement) for statement in acting), default=None)
+    begin = min(_start_of(statement) for statement in body)
     last = node.body[-1]
     assert last.end_lineno is not None
-    text = "".join(lines[first[0] - 1 : last.end_lineno])
+    text = "".join(lines[begin[0] - 1 : last.end_lineno])
     _check_is_running(code, body, filename)
-    return WithBody(filename=filename, body=tuple(body), first=first, text=text)
+    return WithBody(
+        filename=filename, body=tuple(body), first=first, text=text, future_flags=code.co_flags & _FUTURE_FLAGS
+    )
+
+
+def is_idle(statement: ast.stmt) -> bool:
+    """`pass`, a string, an ellipsis."""
+    return isinstance(statement, ast.Pass) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
 
 
 def _start_of(statement: ast.stmt) -> Position:
@@ -109,10 +126,16 @@ def _check_is_running(code: CodeType, body: list[ast.stmt], filename: str) -> No
     """A file changed since it was imported has another body than the one that would have run."""
     known = _names_in(code)
     for statement in body:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and node.id not in known:
+        # Only what no compiler drops: a name bound, or a function called, by a statement of its own.
+        names: list[ast.expr] = []
+        if isinstance(statement, ast.Assign):
+            names = statement.targets
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            names = [statement.value.func]
+        for name in names:
+            if isinstance(name, ast.Name) and name.id not in known:
                 raise SourceError(
-                    f"{filename}:{node.lineno}: the source names {node.id!r} here, but the running code does not: the "
+                    f"{filename}:{name.lineno}: the source names {name.id!r} here, but the running code does not: the "
                     "file was changed after it was imported. Import it again"
                 )
 
@@ -186,13 +209,15 @@ def _command_line_source() -> list[str]:
 class BodySkipper:
     """Keeps the body from running: `start` in ``__enter__``, `stop` in ``__exit__``."""
 
-    def __init__(self, frame: FrameType, first: Position) -> None:
+    def __init__(self, frame: FrameType, first: Position | None) -> None:
         self._frame = frame
         self._first = first
         self._before: tuple[Any, Any, bool] | None = None
 
     def start(self) -> None:
         frame, first = self._frame, self._first
+        if first is None:
+            return
         positions = _positions(frame.f_code)
 
         def at_event(traced: FrameType, event: str, _: Any) -> Callable[..., Any]:

@@ -194,7 +194,8 @@ class Invoke(_Capturing):
             if not self._leave(error):
                 return False
             if self._vllm_prompt is None:
-                if _does_something(self._body):
+                assert self._body is not None
+                if self._body.first is not None:
                     raise ValueError("an invoke without a prompt runs no request, so its body has nothing to read")
                 return True
             model = self._trace._model
@@ -264,16 +265,6 @@ def pack_block(code: BlockCode, model: VLLM) -> bytes:
                     f"the block reads {name!r}, a {type(value).__name__} that cannot be sent to the engine: {problem}"
                 ) from problem
         raise TypeError(f"the block cannot be sent to the engine: {error}") from error
-
-
-def _does_something(body: WithBody | None) -> bool:
-    import ast
-
-    assert body is not None
-    return any(
-        not isinstance(item, ast.Pass) and not (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))
-        for item in body.body
-    )
 
 
 __all__ = ["Invoke", "Trace", "pack_block", "save_here"]

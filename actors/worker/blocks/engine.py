@@ -90,7 +90,7 @@ class BlockEngine:
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            from actors.worker.blocks.cpu_worker import CONFIG_KEY
+            from actors.worker.blocks.runner import CONFIG_KEY
 
             additional = dict(engine_args.get("additional_config") or {})
             additional[CONFIG_KEY] = {"block_time_limit_s": block_time_limit_s}

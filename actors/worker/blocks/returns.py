@@ -11,15 +11,15 @@ from actors.worker.blocks.wire import BlockFailure, BlockOutcome, Parcel, Refere
 
 def pack_outcome(outcome: BlockOutcome, *, limit_bytes: int, keep_buffers: bool) -> Parcel:
     """The outcome as a parcel. What cannot travel becomes a failure of this block that names the value."""
+    failure = outcome.failure
+    if failure is not None and not _travels(failure.error):
+        # The original cannot be rebuilt over there: keep its name and text.
+        failure = dataclasses.replace(failure, error=RuntimeError(f"{type(failure.error).__name__}: {failure.error}"))
+        outcome = dataclasses.replace(outcome, failure=failure)
     try:
-        return pack(outcome, limit_bytes=limit_bytes, keep_buffers=keep_buffers)
+        return pack(outcome, limit_bytes=limit_bytes, refuse_references=True, keep_buffers=keep_buffers)
     except Exception as error:
         problem = error
-    failure = outcome.failure
-    if failure is not None:
-        # The original cannot travel: keep its name and text.
-        stand_in = RuntimeError(f"{type(failure.error).__name__}: {failure.error}")
-        failure = dataclasses.replace(failure, error=stand_in)
     kept: dict[str, Any] = {}
     value = None
     if not isinstance(problem, SavedTooLargeError):
@@ -49,7 +49,7 @@ def unpack_outcome(parcel: Parcel) -> BlockOutcome:
 
 def _travels(value: Any) -> bool:
     try:
-        unpack(pack(value), _refuse_reference)
+        unpack(pack(value, refuse_references=True), _refuse_reference)
     except Exception:
         return False
     return True

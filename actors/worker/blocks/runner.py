@@ -64,8 +64,9 @@ class _BlocksMixin:
                 self.blocks.add_request(request.req_id, params.extra_args[EXTRA_ARGS_KEY])
 
     def _name_ended(self, output: Any) -> Any:
-        if self.blocks is not None and self.blocks.ended_requests:
-            setattr(output, ENDED_ATTRIBUTE, self.blocks.take_ended())
+        if self.blocks is not None and self.blocks.ended_requests and output is not None:
+            # An output still on its way from the device holds the one that the scheduler will get.
+            setattr(getattr(output, "model_runner_output", output), ENDED_ATTRIBUTE, self.blocks.take_ended())
         return output
 
 
@@ -117,11 +118,80 @@ class BlocksV1Mixin(_BlocksMixin):
         return self._name_ended(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
 
+class BlocksV2Mixin(_BlocksMixin):
+    """For subclasses of vLLM's V2 runner; put it before the runner in the bases."""
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        self._take_on_requests(scheduler_output)
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+
+    def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = super().prepare_inputs(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        if self.blocks is not None and self.blocks.n_tasks:
+            self.blocks.begin_step(
+                StepRows.checked(
+                    request_ids=tuple(batch.req_ids),
+                    starts=batch.query_start_loc_np[: batch.num_reqs + 1],
+                    first_positions=batch.num_computed_tokens_np[: batch.num_reqs],
+                    scheduled=scheduler_output.num_scheduled_tokens,
+                )
+            )
+        return batch
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        blocks = self.blocks
+        if blocks is None or not blocks.active:
+            return super().sample(*args, **kwargs)  # type: ignore[misc]
+        blocks.end_forward()
+        model: Any = self.get_model()  # type: ignore[attr-defined]
+        compute_logits = model.compute_logits
+
+        def compute_and_serve(*args: Any, **kwargs: Any) -> Any:
+            logits = compute_logits(*args, **kwargs)
+            blocks.serve_logits(logits)
+            return logits
+
+        model.compute_logits = compute_and_serve
+        try:
+            sampled = super().sample(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            del model.compute_logits
+        blocks.serve_samples(sampled[0].sampled_token_ids)
+        blocks.end_step()
+        return sampled
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return self._name_ended(super().sample_tokens(grammar_output))  # type: ignore[misc]
+
+
+CONFIG_KEY = "harvest_blocks"
+"""Where the options of blocks are in vLLM's `additional_config`."""
+
+
 class BlockWorkerMixin:
-    """RPC methods of a worker whose runner serves blocks."""
+    """Put before a vLLM worker class: its runner drives blocks, and it answers for them by RPC."""
 
     model_runner: Any
     rank: int
+    vllm_config: Any
+
+    def init_device(self) -> None:
+        super().init_device()  # type: ignore[misc]
+        runner = self.model_runner
+        mixin = BlocksV2Mixin if hasattr(runner, "prepare_inputs") else BlocksV1Mixin
+        kind = type(runner)
+        runner.__class__ = type(f"Block{kind.__name__}", (mixin, kind), {})
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        options = (self.vllm_config.additional_config or {}).get(CONFIG_KEY, {})
+        self.model_runner.install_blocks(block_time_limit_s=options.get("block_time_limit_s"))
+
+    def shutdown(self) -> None:
+        blocks: BlockRuntime | None = getattr(self.model_runner, "blocks", None)
+        if blocks is not None:
+            blocks.close()
+        super().shutdown()  # type: ignore[misc]
 
     def finish_blocks(
         self, finished: list[tuple[str, Any]], limit_bytes: int, keep_buffers: bool

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
-from actors.worker.blocks.errors import SavedTooLargeError
+from actors.worker.blocks.errors import LocationError, SavedTooLargeError
 
 EXTRA_ARGS_KEY = "harvest_block"
 """The name under which a block rides in vLLM's ``SamplingParams.extra_args``."""
@@ -107,16 +107,21 @@ class _Pickler(cloudpickle.Pickler):
         *,
         tokenizer: Any = None,
         limit_bytes: int | None = None,
+        refuse_references: bool = False,
         buffer_callback: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self._tokenizer = tokenizer
         self._limit_bytes = limit_bytes
+        self._refuse_references = refuse_references
         self._n_bytes = 0
 
     def persistent_id(self, obj: Any) -> Reference | None:
         if isinstance(obj, Referenced):
-            return obj.wire_reference()
+            kind, path = obj.wire_reference()
+            if self._refuse_references:
+                raise LocationError(f"a {kind} {path} was saved; save its value, not the {kind} itself")
+            return (kind, path)
         if obj is self._tokenizer and obj is not None:
             return ("tokenizer", "")
         return None
@@ -169,13 +174,21 @@ class _Unpickler(pickle.Unpickler):
         return self._resolve(pid)
 
 
-def pack(value: Any, *, tokenizer: Any = None, limit_bytes: int | None = None, keep_buffers: bool = False) -> Parcel:
+def pack(
+    value: Any,
+    *,
+    tokenizer: Any = None,
+    limit_bytes: int | None = None,
+    refuse_references: bool = False,
+    keep_buffers: bool = False,
+) -> Parcel:
     """Pickle `value`.
 
     Args:
         value: anything cloudpickle takes; tensors of any device.
         tokenizer: the object that travels as "the engine's tokenizer".
         limit_bytes: the most bytes of tensor data.
+        refuse_references: whether the model, its modules and the tracer are an error; for what returns to the caller.
         keep_buffers: leave large buffers outside the pickle; for a receiver in the same process.
 
     Raises:
@@ -188,6 +201,7 @@ def pack(value: Any, *, tokenizer: Any = None, limit_bytes: int | None = None, k
         file,
         tokenizer=tokenizer,
         limit_bytes=limit_bytes,
+        refuse_references=refuse_references,
         buffer_callback=buffers.append if keep_buffers else None,
     ).dump(value)
     return Parcel(head=file.getvalue(), buffers=buffers)
