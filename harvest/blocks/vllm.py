@@ -263,7 +263,9 @@ class VLLM(ModuleProxy):
             from actors.worker.tree import build_model_tree
             from harvest.models import resolve_model
 
-            self.__dict__["_tree"] = build_model_tree(resolve_model(self._name), **self._engine_args)
+            # A folder with nothing but config.json is enough for the tree.
+            name = self._name if os.path.isdir(self._name) else resolve_model(self._name)
+            self.__dict__["_tree"] = build_model_tree(name, **self._engine_args)
         return self._tree
 
 

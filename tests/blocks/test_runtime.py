@@ -664,7 +664,7 @@ def test_dropped_requests_unwind_their_blocks() -> None:
         try:
             model.layers[0].output  # noqa: B018
         finally:
-            spy.append("unwound")  # type: ignore[attr-defined]
+            spy.append("unwound")
 
     from actors.worker.blocks.wire import BlockCode, pack
 
