@@ -22,7 +22,17 @@ from types import TracebackType
 from typing import Any
 
 from storage.errors import ReceiptError, RunLockedError, StorageError, WriteError
-from storage.files import digest, lock_file, make_folder, remove_tree, rename, replace_file, sync_folder, write_file
+from storage.files import (
+    digest,
+    lock_file,
+    make_folder,
+    remove_tree,
+    rename,
+    replace_file,
+    sync_folder,
+    unlock_file,
+    write_file,
+)
 from storage.ledger import AppendFile, CommittedUnit, LedgerWriter, read_ledger
 from storage.receipt import InvokeReceipt, UnitReceipt, expected_mask_crcs
 from storage.receipts_file import read_receipt
@@ -67,13 +77,14 @@ class Committer:
             self._ledger.append([{"open": self.incarnation}])
 
     @classmethod
-    def open(cls, run: RunFolder) -> Committer:
+    def open(cls, run: RunFolder, *, wait_s: float = 1.0) -> Committer:
         """Take the driver's lock and recover from whatever the last driver left.
 
-        Stale staging is deleted and a torn tail of the ledger dropped. Raises `RunLockedError` while another driver
-        holds the run, `LedgerError` where the ledger is damaged.
+        `wait_s` is how long a lock held by another is waited for: a child that a dying driver was just forking holds
+        it for a moment. Stale staging is deleted and a torn tail of the ledger dropped. Raises `RunLockedError` while
+        another driver holds the run, `LedgerError` where the ledger is damaged.
         """
-        lock = lock_file(run.lock)
+        lock = lock_file(run.lock, wait_s=wait_s)
         if lock is None:
             holder = run.lock.read_text().strip() or "unknown"
             raise RunLockedError(
@@ -84,7 +95,7 @@ class Committer:
             os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
             return cls(run, lock)
         except BaseException:
-            os.close(lock)
+            unlock_file(lock)
             raise
 
     @property
@@ -184,9 +195,7 @@ class Committer:
         """Release the run; harmless when closed."""
         self._ledger.close()
         self._receipts.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        unlock_file(self._lock)
 
     def __enter__(self) -> Committer:
         return self

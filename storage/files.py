@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,19 +111,50 @@ def remove_tree(path: Path) -> None:
         os.rmdir(path)
 
 
-def lock_file(path: Path) -> int | None:
-    """Take an exclusive lock on `path`; return its descriptor, or None where another process holds it.
+_held_locks: set[int] = set()
 
-    The kernel drops the lock when the process ends, however it ends. Closing the descriptor drops it too.
+
+def lock_file(path: Path, *, wait_s: float = 0.0) -> int | None:
+    """Take an exclusive lock on `path`; return its descriptor, or None where another process holds it for `wait_s`.
+
+    The kernel drops the lock when the process ends, however it ends; `unlock_file` drops it before. A forked child does
+    not share it: a child that outlives a killed driver must not keep the next one out.
     """
     with writing(path, "locking"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        deadline = time.monotonic() + wait_s
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
+            while not _flock(fd):
+                if time.monotonic() >= deadline:
+                    os.close(fd)
+                    return None
+                time.sleep(0.02)
         except BaseException:
             os.close(fd)
             raise
+    _held_locks.add(fd)
     return fd
+
+
+def _flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock_file(fd: int) -> None:
+    """Drop a lock of `lock_file`; harmless in a forked child, which never had it."""
+    if fd in _held_locks:
+        _held_locks.discard(fd)
+        os.close(fd)
+
+
+def _forget_locks() -> None:
+    # Closing the child's copy leaves the parent's lock alone.
+    for fd in list(_held_locks):
+        unlock_file(fd)
+
+
+os.register_at_fork(after_in_child=_forget_locks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 import pickle
 import re
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_suite(folder: Path, compression: Any) -> None:
 def test_two_drivers_are_refused(run: RunFolder) -> None:
     with Committer.open(run):
         with pytest.raises(RunLockedError, match=r"Another driver \(pid \d+ on .*\) holds"):
-            Committer.open(run)
+            Committer.open(run, wait_s=0)
     Committer.open(run).close()
 
 
@@ -232,3 +233,21 @@ def test_results_override_the_index(run: RunFolder) -> None:
     assert index["row_start"][:].tolist() == [*(x.row_start for x in SCRIPT.invokes), -1]
     assert index["unit"][:].tolist() == [*(x.unit for x in SCRIPT.invokes), -1]
     assert index["n_prompt_tokens"][:].tolist() == [*(x.n_prompt for x in SCRIPT.invokes), 0]
+
+
+def test_a_forked_child_does_not_keep_the_lock(run: RunFolder) -> None:
+    """A child that outlives a killed driver must not keep the next driver out."""
+    committer = Committer.open(run)
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(send)
+        os.read(receive, 1)  # until the parent is done
+        os._exit(0)
+    with pytest.raises(RunLockedError):
+        Committer.open(run, wait_s=0)
+    committer.close()
+    Committer.open(run).close()
+    os.close(send)
+    os.waitpid(child, 0)
+    os.close(receive)
