@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
+from vllm.model_executor.models.transformers.base import Base as TransformersBase
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 # Arguments that say where and how an engine runs; they change no module of a TP=1 tree.
@@ -153,11 +155,19 @@ def _own_rotary_modules() -> Iterator[None]:
         rotary_embedding._ROPE_DICT.update(before)
 
 
+@contextlib.contextmanager
+def own_model_classes() -> Iterator[None]:
+    """Keep the Transformers backend from changing Hugging Face's classes for good: they stay usable beside a tree."""
+    with mock.patch.object(TransformersBase, "_decorate_cls_for_torch_compile", lambda *_args, **_kwargs: None):
+        yield
+
+
 def build_tree_from_config(vllm_config: VllmConfig) -> nn.Module:
     """The meta-device module tree of a configuration; call it inside :func:`parallel_groups`."""
     dtype = vllm_config.model_config.dtype
     with (
         _own_rotary_modules(),
+        own_model_classes(),
         set_current_vllm_config(vllm_config),
         set_default_torch_dtype(dtype),
         torch.device("meta"),

@@ -56,8 +56,8 @@ def stream_after(model: nn.Module, values: ModelValues, layers: str, index: int,
             if received == ids[:1]:
                 return FIRST_OF_PAIR
     raise UnreadableLocation(
-        f"cannot tell the residual stream after {path} ({type(model.get_submodule(path)).__name__}) from what the layer "
-        f"returns; read a module's output instead, such as {path}.output[0]"
+        f"cannot tell the residual stream after {path} ({type(model.get_submodule(path)).__name__}) from what the "
+        f"layer returns; read a module's output instead, such as {path}.output[0]"
     )
 
 

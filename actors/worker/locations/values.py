@@ -82,16 +82,16 @@ def observe(model: nn.Module, vllm_config: VllmConfig) -> ModelValues:
     failure: str | None = None
     with (
         _stand_in_kernels(model),
-        _recording(model, n_tokens, calls),
+        recording(model, n_tokens, calls),
         set_current_vllm_config(vllm_config),
         set_default_torch_dtype(vllm_config.model_config.dtype),
         set_forward_context(None, vllm_config, num_tokens=n_tokens),
         torch.inference_mode(),
         torch.device("meta"),
     ):
-        ids = torch.zeros(n_tokens, dtype=torch.int64)
+        ids, positions = torch.zeros(n_tokens, dtype=torch.int32), torch.zeros(n_tokens, dtype=torch.int64)
         try:
-            hidden = model(input_ids=ids, positions=ids, intermediate_tensors=None, inputs_embeds=None)
+            hidden = model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
             model.compute_logits(hidden)
         except Exception as error:  # a kernel we do not know: what ran before it is known all the same
             failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -120,7 +120,8 @@ def describe_value(value: object, n_tokens: int) -> Value:
 
 
 @contextlib.contextmanager
-def _recording(model: nn.Module, n_tokens: int, calls: dict[str, list[Call]]) -> Iterator[None]:
+def recording(model: nn.Module, n_tokens: int, calls: dict[str, list[Call]]) -> Iterator[None]:
+    """Add every call of every module inside the model to `calls`, by path; `n_tokens` is the size of the pass."""
     kept: list[object] = []  # ids are only comparable while the tensors live
 
     def recorder(path: str, forward: Callable[..., object]) -> Callable[..., object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ class Modules:
     # The module whose input is the stream between attention and MLP.
     mid: str | None = "post_attention_layernorm"
     router: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 _LLAMA = Modules()
@@ -80,11 +79,14 @@ MODULES: dict[str, Modules] = {
         mid=None,
     ),
 }
+MODULES["falcon_serial"] = replace(MODULES["falcon"], mid="post_attention_layernorm")
+MODULES["gpt_neox_serial"] = replace(MODULES["gpt_neox"], mid="post_attention_layernorm")
 
 
-def reference_rows(model_type: str, model: nn.Module, ids: Sequence[int]) -> dict[str, Tensor]:
+def reference_rows(family: str, model: nn.Module, ids: Sequence[int]) -> dict[str, Tensor]:
     """Rows [tokens, width] of every alias that the family has, by canonical name; `logits` of the last token only."""
-    names = MODULES[model_type]
+    names = MODULES[family]
+    model_type = model.config.model_type
     rows: dict[str, Tensor] = {}
     layers = model.get_submodule(names.layers)
     model.config._attn_implementation = _PROBE if model_type != "falcon" else "sdpa"
@@ -104,7 +106,7 @@ def reference_rows(model_type: str, model: nn.Module, ids: Sequence[int]) -> dic
             if last is not None:
                 _watch(undo, last, before=rows, name=f"neurons.{index}")
         _watch(undo, model.get_submodule(names.final_norm), after=rows, name="final_norm")
-        undo.enter_context(_watch_kernels(rows, len(layers), model_type))
+        undo.enter_context(_watch_kernels(rows, len(layers), model.config))
         logits = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits
         rows["logits"] = logits[0, -1:]
         # Some families scale inside their embedding module: the alias is the table's row itself.
@@ -148,19 +150,20 @@ def _watch(
 
 
 @contextlib.contextmanager
-def _watch_kernels(rows: dict[str, Tensor], n_layers: int, model_type: str) -> Iterator[None]:
+def _watch_kernels(rows: dict[str, Tensor], n_layers: int, config: Any) -> Iterator[None]:
     """Record what attention kernels receive, [1, heads, tokens, head_dim], as [tokens, heads * head_dim]."""
 
     def keep(layer: int, **received: Tensor) -> None:
         for name, tensor in received.items():
             rows[f"{name}.{layer}"] = tensor[0].transpose(0, 1).flatten(1).clone()
 
-    if model_type == "falcon":  # calls torch's kernel itself, with key-value heads repeated
+    if config.model_type == "falcon":  # calls torch's kernel itself, with key-value heads repeated
         calls = iter(range(n_layers))
+        repeats = config.num_attention_heads // config.num_kv_heads if config.new_decoder_architecture else 1
         kernel: Callable[..., Tensor] = functional.scaled_dot_product_attention
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            keep(next(calls), q=query, k=key[:, ::2], v=value[:, ::2])
+            keep(next(calls), q=query, k=key[:, ::repeats], v=value[:, ::repeats])
             return kernel(query, key, value, *args, **kwargs)
 
         functional.scaled_dot_product_attention = attend
@@ -171,7 +174,8 @@ def _watch_kernels(rows: dict[str, Tensor], n_layers: int, model_type: str) -> I
         return
 
     def probe(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        keep(module.layer_idx, q=query, k=key, v=value)
+        # OPT scales its queries itself; everywhere else the kernel does, and so it does in vLLM.
+        keep(module.layer_idx, q=query * module.head_dim**0.5 if config.model_type == "opt" else query, k=key, v=value)
         eager = _eager_of(module)
         return eager(module, query, key, value, *args, **kwargs)
 

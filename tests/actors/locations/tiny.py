@@ -23,7 +23,7 @@ _COMMON: dict[str, Any] = {
 }
 _GROUPED = {"num_key_value_heads": 2, "head_dim": 32}
 
-# model_type -> (architecture, arguments on top of the common ones); a None argument is left out.
+# Family -> (architecture, arguments on top of the common ones).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _GROUPED),
     "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 2, "hidden_size": 128}),
@@ -33,7 +33,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]},
     ),
     "mistral": ("MistralForCausalLM", {**_GROUPED, "sliding_window": None}),
-    "gemma2": ("Gemma2ForCausalLM", {**_GROUPED, "sliding_window": 8, "query_pre_attn_scalar": 32}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {**_GROUPED, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    ),
     "gemma3_text": ("Gemma3ForCausalLM", {**_GROUPED, "sliding_window": 8, "query_pre_attn_scalar": 32}),
     "phi3": ("Phi3ForCausalLM", {"num_key_value_heads": 2, "hidden_size": 128}),
     "olmo2": ("Olmo2ForCausalLM", {"num_key_value_heads": 2, "hidden_size": 128}),
@@ -46,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconForCausalLM",
         {
             "hidden_size": 128,
-            "ffn_hidden_size": 96,
+            "ffn_hidden_size": 512,
             "new_decoder_architecture": True,
             "num_kv_heads": 2,
             "alibi": False,
@@ -63,11 +66,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_key_value_heads": 4,
             "q_lora_rank": None,
-            "kv_lora_rank": 32,
+            # Latent and rotary width together make one of the sizes that the latent kernels take.
+            "kv_lora_rank": 256,
             "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32,
+            "qk_rope_head_dim": 64,
             "v_head_dim": 32,
-            "head_dim": 32,
+            "head_dim": 64,
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
@@ -80,6 +84,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4": ("Glm4ForCausalLM", {**_GROUPED, "partial_rotary_factor": 0.5}),
+    "falcon_serial": (
+        "FalconForCausalLM",
+        {
+            "hidden_size": 128,
+            "ffn_hidden_size": 512,
+            "new_decoder_architecture": False,
+            "parallel_attn": False,
+            "multi_query": False,
+            "alibi": False,
+            "bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_neox_serial": ("GPTNeoXForCausalLM", {"hidden_size": 128, "use_parallel_residual": False}),
     "gpt_oss": (
         "GptOssForCausalLM",
         {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
@@ -87,7 +105,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_config(model_type: str) -> PretrainedConfig:
+# Engine arguments that a family needs on CPU; docs/locations.md says why.
+ENGINE_ARGS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
+}
+
+
+def tiny_config(family: str) -> PretrainedConfig:
     """A configuration of a few layers; the proportions are odd on purpose, so that mix-ups change a shape."""
-    architecture, arguments = FAMILIES[model_type]
+    architecture, arguments = FAMILIES[family]
+    model_type = family.removesuffix("_serial")
     return AutoConfig.for_model(model_type, **{**_COMMON, **arguments}, architectures=[architecture], dtype="float32")
