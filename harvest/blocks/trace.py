@@ -62,12 +62,14 @@ class _Capturing:
         """The body as a block, with the values that it reads from the frame."""
         assert self._frame is not None
         compiled = self._compiled()
+        names = values_of(compiled.reads, self._frame)
         code = BlockCode(
             code=compiled.marshalled,
             function=None,
-            names=values_of(compiled.reads, self._frame),
+            names=names,
             filename=compiled.filename,
             source=compiled.text,
+            saved_names=tuple(name for name, value in names.items() if _saving and _saving[-1].holds(value)),
         )
         return pack_block(code, model)
 
@@ -219,6 +221,10 @@ class SavedHere:
     def __init__(self) -> None:
         self._marked: dict[int, Any] = {}
         self._explicit: list[tuple[str, Any]] = []
+
+    def holds(self, value: Any) -> bool:
+        """Whether `value` is a container that was saved."""
+        return not isinstance(value, ATOMS) and id(value) in self._marked
 
     def mark(self, value: Any) -> Any:
         self._marked[id(value)] = value

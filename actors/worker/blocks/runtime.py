@@ -90,6 +90,7 @@ class BlockRuntime:
         self._live: list[BlockTask] = []
         self._n_rows = 0
         self._n_requests = 0
+        self._n_vocab: int | None = None
         self._sampling = False
         self._refs: dict[str, ModuleRef] = {}
         self._sites = install_sites(model, self)
@@ -141,6 +142,7 @@ class BlockRuntime:
 
     def serve_logits(self, logits: Tensor) -> None:
         """Offer `[requests, vocab]`; edits are written into it."""
+        self._n_vocab = logits.shape[-1]
         self._serve_engine_value(self.logits_site, logits)
 
     def serve_samples(self, token_ids: Tensor) -> None:
@@ -324,7 +326,7 @@ class BlockRuntime:
         else:
             n_rows = self._n_rows
             spans = [(task.start, task.stop) for task in waiting]
-        passage = Passage(site.name, full, n_rows, spans, any_integer=site is self.samples_site)
+        passage = Passage(site.name, full, n_rows, spans, n_vocab=self._n_vocab if site is self.samples_site else None)
         changed = []
         with self._blocks_run():
             for task, (start, stop) in zip(waiting, spans, strict=True):

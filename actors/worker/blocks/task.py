@@ -194,6 +194,8 @@ class BlockTask:
             SAVE_NAME: self.mark,
             NAMED_NAME: self.mark_named,
         }
+        for name in code.saved_names:
+            self.mark(code.names[name])
         exec(code.load_code(), self._names)
 
     def _close_quietly(self) -> None:
@@ -230,6 +232,9 @@ class BlockTask:
         for frame in frames:
             if frame.filename == filename:
                 line = frame.lineno
+        if line is None and self._code is not None and self._code.code is not None:
+            # Found when the block's last visit closed, after its last statement.
+            line = max((last for _, _, last in self._code.load_code().co_lines() if last is not None), default=None)
         text = linecache.getline(filename, line).strip() if line is not None else ""
         own = [frame for frame in frames if not frame.filename.startswith(_HERE)]
         return BlockFailure(

@@ -27,21 +27,21 @@ class Passage:
         value: the engine's own structure: tensors within tuples, lists and dicts, anything else passed through.
         n_rows: rows of all requests, which is how the token dimension of a tensor is found.
         spans: (start, stop) rows of the waiting requests, in the order in which they run.
-        any_integer: whether a replacement may have another integer dtype (sampled ids).
+        n_vocab: of sampled ids, how many ids there are; a replacement may then have another integer dtype.
 
     When many requests of one row each wait, their copies are cut from one copy of all their rows: the parts do not
     overlap, and each counts its own edits.
     """
 
-    __slots__ = ("_first", "_last", "_shared", "_shares", "any_integer", "n_rows", "name", "value")
+    __slots__ = ("_first", "_last", "_shared", "_shares", "n_rows", "n_vocab", "name", "value")
 
     def __init__(
-        self, name: str, value: Any, n_rows: int, spans: Sequence[tuple[int, int]], *, any_integer: bool = False
+        self, name: str, value: Any, n_rows: int, spans: Sequence[tuple[int, int]], *, n_vocab: int | None = None
     ) -> None:
         self.name = name
         self.value = value
         self.n_rows = n_rows
-        self.any_integer = any_integer
+        self.n_vocab = n_vocab
         self._shares: dict[int, Sequence[Tensor]] | None = None
         self._shared: dict[int, Tensor] = {}
         if len(spans) >= _MIN_SHARED:
@@ -133,7 +133,7 @@ class Visit:
                     continue
                 # An inference tensor (the block switched that mode on) counts no edits: write it back always.
                 if version == _UNCOUNTED or copy._version != version:
-                    if copy.shape != shape or shape == engine.shape:
+                    if copy.shape != shape or shape == engine.shape or self.passage.n_vocab is not None:
                         self._tensor_fits(engine, copy, self.passage.name)
                     pending.append((engine, copy))
         if pending:
@@ -199,9 +199,13 @@ class Visit:
                 f"{name} needs a tensor of shape {list(own.shape)} (the request's own rows), but one of shape "
                 f"{list(new.shape)} was written"
             )
-        if new.dtype != own.dtype and not (self.passage.any_integer and _is_integer(new.dtype)):
+        if new.dtype != own.dtype and not (self.passage.n_vocab and _is_integer(new.dtype)):
             raise BadWriteError(
                 f"{name} needs dtype {own.dtype}, but {new.dtype} was written; convert it with .to({own.dtype})"
+            )
+        if self.passage.n_vocab is not None and not 0 <= int(new.min()) <= int(new.max()) < self.passage.n_vocab:
+            raise BadWriteError(
+                f"{name}: token id {new.flatten().tolist()} is outside the vocabulary of {self.passage.n_vocab}"
             )
 
     # -- on the engine's side -----------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ class BlockCode:
     filename: str
     source: str
     """The block's text as the user wrote it; for errors and provenance."""
+    saved_names: tuple[str, ...] = ()
+    """Of `names`, those whose values the trace saved before it opened this request."""
 
     def load_code(self) -> CodeType:
         assert self.code is not None
