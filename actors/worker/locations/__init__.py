@@ -5,7 +5,7 @@ location's tensor, its width and its layout over tensor-parallel ranks are obser
 """
 
 from actors.location_errors import LocationError, UnknownLocation, UnreadableLocation
-from actors.worker.locations.describe import DescribedModule, Side, describe_locations
+from actors.worker.locations.describe import DescribedModule, Side, describe_locations, describe_view
 from actors.worker.locations.layout import Layout, Part, gather_full, join_shards
 from actors.worker.locations.location import Location, read
 from actors.worker.locations.resolve import last_layer_needed, resolve_in_view, resolve_locations
@@ -27,6 +27,7 @@ __all__ = [
     "join_shards",
     "last_layer_needed",
     "describe_locations",
+    "describe_view",
     "DescribedModule",
     "Side",
 ]

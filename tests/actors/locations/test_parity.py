@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams, TokensPrompt
 
-from actors.worker.locations import Location, LocationError, families, read, resolve_in_view, view_model
+from actors.worker.locations import Location, LocationError, families, resolve_in_view, view_model
 from actors.worker.locations.values import Call, TensorValue, recording
 from actors.worker.locations.view import ModelView
 from actors.worker.tree import inspect_architectures_in_process, own_model_classes
 from tests.actors.locations.reference import reference_rows
 from tests.actors.locations.tiny import ENGINE_ARGS, FAMILIES, N_LAYERS, VOCAB_SIZE, tiny_config
+from tests.actors.locations.watching import watch
 from tests.engines import open_engine
 from tests.tiny_models import scale_weights
 
@@ -38,33 +38,6 @@ def all_aliases(view: ModelView) -> tuple[list[Location], dict[str, str]]:
         except LocationError as error:
             refused[name] = str(error)
     return found, refused
-
-
-@contextlib.contextmanager
-def watch(model: Any, locations: Sequence[Location]) -> Iterator[dict[str, Tensor]]:
-    """Rows [T, D] of the latest pass by name of location, copied where a tap would copy them."""
-    rows: dict[str, Tensor] = {}
-    with contextlib.ExitStack() as undo:
-        for location in locations:
-            module = model.get_submodule(location.module)
-            forward = module.forward
-
-            def watched(*args: Any, location: Location = location, forward: Any = forward, **kwargs: Any) -> Any:
-                if location.side != "output":
-                    _take(rows, location, read(location, args, kwargs, None))
-                output = forward(*args, **kwargs)
-                if location.side == "output":
-                    _take(rows, location, read(location, args, kwargs, output))
-                return output
-
-            module.forward = watched
-            undo.callback(setattr, module, "forward", forward)
-        yield rows
-
-
-def _take(rows: dict[str, Tensor], location: Location, halves: tuple[Tensor, Tensor | None]) -> None:
-    x, residual = halves
-    rows[location.name] = x.clone() if residual is None else x + residual
 
 
 def engine_model(llm: Any) -> Any:

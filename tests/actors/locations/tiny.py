@@ -111,8 +111,10 @@ ENGINE_ARGS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(family: str) -> PretrainedConfig:
+def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     """A configuration of a few layers; the proportions are odd on purpose, so that mix-ups change a shape."""
     architecture, arguments = FAMILIES[family]
     model_type = family.removesuffix("_serial")
-    return AutoConfig.for_model(model_type, **{**_COMMON, **arguments}, architectures=[architecture], dtype="float32")
+    return AutoConfig.for_model(
+        model_type, **{**_COMMON, **arguments, **changes}, architectures=[architecture], dtype="float32"
+    )
