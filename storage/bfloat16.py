@@ -13,8 +13,14 @@ from typing import Any, ClassVar, Self
 
 import ml_dtypes
 import numpy as np
+import zarr.dtype
+import zarr.errors
 from zarr.core.dtype.common import HasEndianness, HasItemSize
-from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
+from zarr.dtype import ZDType, data_type_registry
+
+# zarr 3.1 keeps it with the data types, later versions with the errors.
+_HOME: Any = zarr.errors if hasattr(zarr.errors, "DataTypeValidationError") else zarr.dtype
+DataTypeValidationError: type[ValueError] = _HOME.DataTypeValidationError
 
 NATIVE = np.dtype(ml_dtypes.bfloat16)
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

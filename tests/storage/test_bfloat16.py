@@ -12,9 +12,9 @@ import pytest
 import tensorstore
 import xarray
 import zarr
-from zarr.dtype import DataTypeValidationError, data_type_registry
+from zarr.dtype import data_type_registry
 
-from storage.bfloat16 import NATIVE, BFloat16
+from storage.bfloat16 import NATIVE, BFloat16, DataTypeValidationError
 
 EVERY_VALUE = np.arange(65536, dtype=np.uint16).reshape(1024, 64)
 
