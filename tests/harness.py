@@ -76,9 +76,7 @@ def make_run(
         )
         used[unit] += n_rows
     tables = [pa.Table.from_pylist(unit, schema=INVOKE_SCHEMA) for unit in units]
-    return RunFolder.create(
-        path, layout=layout, plan=PlanSource(units=tables), run={}, config_toml="", provenance={}
-    )
+    return RunFolder.create(path, layout=layout, plan=PlanSource(units=tables), run={}, config_toml="", provenance={})
 
 
 @contextmanager

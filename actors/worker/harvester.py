@@ -81,7 +81,7 @@ class Harvester:
         locations = resolve_locations(model, spec.locations)
         self._check_layout(locations)
         stop = spec.stop_early and not spec.generates and not spec.selection.takes_generated
-        last_layer = last_layer_needed(model, locations) if stop else None
+        last_layer = last_layer_needed(locations) if stop else None
         self.depth = shorten(model, last_layer, static_forward_context)
         # Replicated rows are the same on all ranks: location i is handed out by rank i mod tp, to spread the copying.
         owned = [loc for index, loc in enumerate(locations) if index % self._tp_size == self._rank]

@@ -48,14 +48,16 @@ def assert_same(reader, reference, prompts, tolerance=1e-5):
 
 
 def test_chunked_preempted_and_mixed_requests_keep_their_rows(tiny_qwen3, locations, prompts, alone, tmp_path):
-    run = make_run(tmp_path / "run", prompts, locations, n_units=4)
+    # Answers grow until the KV cache is full, so that requests are preempted and computed again.
+    run = make_run(tmp_path / "run", prompts, locations, n_units=4, max_tokens=150)
     vllm = {
         "max_num_batched_tokens": 64,  # long prompts are cut into five pieces
         "max_num_seqs": 8,
         # Room for a little more than the longest prompt, while eight requests run.
         "kv_cache_memory_bytes": 6 * KV_BLOCK_TOKENS * KV_TOKEN_BYTES,
     }
-    with engine(run, tiny_qwen3, locations, vllm=vllm) as feeder:
+    sampling = {"temperature": 0.0, "ignore_eos": True}
+    with engine(run, tiny_qwen3, locations, vllm=vllm, sampling=sampling, generates=True) as feeder:
         reader = harvest(run, feeder)
         stats = feeder.stats
     assert stats.n_steps > len(prompts)

@@ -104,7 +104,9 @@ def vllm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "max_num_seqs": 256,
         "enforce_eager": options.eager,
     }
-    if not options.small:
+    if options.small:
+        arguments["kv_cache_memory_bytes"] = 1 << 28
+    else:
         arguments["gpu_memory_utilization"] = options.memory
     return arguments
 
@@ -274,7 +276,9 @@ def make_bench_run(
     )
 
 
-def measure_rounds(options: argparse.Namespace, run: Any, feeder: Any, locations: Sequence[Any], start_s: float) -> None:
+def measure_rounds(
+    options: argparse.Namespace, run: Any, feeder: Any, locations: Sequence[Any], start_s: float
+) -> None:
     """One warm-up round, then the timed ones; with a disk sink each unit is committed inside the time."""
     from actors.protocol import Lease, UnitFailure
     from storage.commit import Committer
@@ -390,7 +394,9 @@ def print_table(paths: list[str]) -> None:
         for rows in results.values()
         if rows[0]["kind"] == "plain"
     }
-    print("| case | tok/s (median) | ratio to plain | GB/s | card memory GB | host peak GB |\n|---|---|---|---|---|---|")
+    print(
+        "| case | tok/s (median) | ratio to plain | GB/s | card memory GB | host peak GB |\n|---|---|---|---|---|---|"
+    )
     for case, rows in results.items():
         first = rows[0]
         if "tok_s" not in first:
