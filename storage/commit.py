@@ -34,10 +34,11 @@ from storage.files import (
     write_file,
 )
 from storage.ledger import AppendFile, CommittedUnit, LedgerWriter, read_ledger
-from storage.receipt import InvokeReceipt, UnitReceipt, expected_mask_crcs
-from storage.receipts_file import read_receipt
+from storage.receipt import InvokeReceipt, UnitReceipt, as_invoke_receipts, expected_mask_crcs
+from storage.receipts_file import read_content
 from storage.run_folder import RunFolder, staging_folder
-from storage.run_index import index_files, statistics_document
+from storage.run_index import RunSummary
+from storage.stats import LocationStatistics
 
 ATTEMPTS = 100_000
 """Attempts that one incarnation may number for one unit."""
@@ -169,21 +170,27 @@ class Committer:
             raise StorageError(
                 f"{missing} of {self.run.layout.n_units} units are not committed yet; nothing finalised."
             )
-        receipts = [read_receipt(self.run, self._units[unit]) for unit in sorted(self._units)]
+        summary = RunSummary(self.run)
+        for unit in sorted(self._units):
+            content = read_content(self.run, self._units[unit])
+            statistics = {name: LocationStatistics.from_json(x) for name, x in content["statistics"].items()}
+            summary.add_unit(unit, as_invoke_receipts(content["invokes"]), statistics)
+        for ended in results:
+            summary.add_invoke(ended)
         staged = self.run.staging / "index"
         remove_tree(staged)
         digests: dict[str, list[Any]] = {}
-        for name, content in index_files(self.run, receipts, results).items():
+        for name, data in summary.index_files().items():
             path = staged / name.removeprefix("index/")
             make_folder(path.parent)
-            write_file(path, content)
-            digests[f"data.zarr/{name}"] = [len(content), digest(content)]
+            write_file(path, data)
+            digests[f"data.zarr/{name}"] = [len(data), digest(data)]
         for folder in sorted({(staged / name.removeprefix("data.zarr/index/")).parent for name in digests}):
             sync_folder(folder)
         sync_folder(staged)
         rename(staged, self.run.data / "index")
         sync_folder(self.run.data)
-        document = statistics_document(self.run.layout, receipts)
+        document = summary.statistics_document()
         replace_file(self.run.statistics, document)
         digests["statistics.json"] = [len(document), digest(document)]
         complete = {"units": len(self._units), "files": digests}
