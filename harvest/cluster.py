@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 # Must be there before Ray is imported anywhere: workers must be this very interpreter, not one made anew by uv.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# A cluster of one run on one machine needs no token, and would write one into the user's home.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 # A killed engine's ranks must not outlive it.
 os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
 

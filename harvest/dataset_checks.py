@@ -20,6 +20,7 @@ Reason = Literal[
     "bad_messages",
     "no_tokens",
     "overlong",
+    "no_rows",
 ]
 
 _INT64 = range(-(2**63), 2**63)

@@ -186,7 +186,7 @@ def _signals() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    previous: dict[int, Any] = {}
+    previous: dict[signal.Signals, Any] = {}
 
     def ask(number: int, frame: Any) -> None:
         asked.set()
@@ -194,7 +194,7 @@ def _signals() -> Iterator[threading.Event]:
             signal.signal(each, handler)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        previous[int(number)] = signal.signal(number, ask)
+        previous[number] = signal.signal(number, ask)
     try:
         yield asked
     finally:

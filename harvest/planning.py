@@ -25,6 +25,7 @@ from harvest.config import RunConfig
 from harvest.dataset import Dataset, Problem, open_dataset
 from harvest.encoding import part_of, record_of
 from harvest.errors import ConfigError, PlanError
+from harvest.model_config import read_model_facts
 from harvest.models import resolve_model
 from harvest.plan import Packing, choose_shape, pack
 from harvest.token_spill import TokenSpill
@@ -35,8 +36,6 @@ from storage.plan_files import INVOKE_SCHEMA, SKIPPED_SCHEMA, PlanSource
 from storage.run_folder import RunFolder, free_bytes
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Long enough for most prompts, short enough that a model of unknown length is not asked for too much.
-DEFAULT_MAX_LENGTH = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +47,8 @@ class _Invokes:
     truncated: NDArray[np.bool_]
     n_prompt: NDArray[np.int64]
     n_rows: NDArray[np.int64]
+    spilled: NDArray[np.int64]
+    """[P] index of each in the token spill, which also holds invokes without rows."""
     skipped: list[Problem]
     n_ids: int
     """Invoke ids are 0..n_ids-1, those of skipped records included."""
@@ -74,10 +75,11 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
     free_bytes(Path(config.store.path))
     say("resolving locations")
     probed = probe_locations(model, list(config.capture.locations), engine_arguments(config))
-    max_length = config.model.max_length or read_max_length(model, config)
+    facts = read_model_facts(model, trust_remote_code=config.model.trust_remote_code, revision=config.model.revision)
+    max_length = config.model.max_length or facts.max_length
     say("tokenising")
     with TokenSpill() as spill:
-        invokes, selection = _read_invokes(config, model, dataset, max_length, spill)
+        invokes, selection = _read_invokes(config, model, dataset, max_length, facts.n_vocabulary, spill)
         layout, packing = _lay_out(config, probed, invokes)
         _check_space(config, layout, invokes)
         say(f"writing the plan: {len(invokes.ids):,} invokes in {layout.n_units:,} units")
@@ -91,7 +93,7 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
             plan=source,
             run={
                 "content": config.content(),
-                "dataset_fingerprint": dataset.fingerprint,
+                "dataset": dataset_identity(dataset),
                 "model": model,
                 "tokenizer": config.model.tokenizer or model,
                 "locations": probed,
@@ -116,6 +118,16 @@ def engine_arguments(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def dataset_identity(dataset: Dataset) -> dict[str, Any]:
+    """How a dataset is recognised: quickly by its files' names, sizes and times, surely by the hash of its bytes."""
+    return {"files": file_states(dataset), "fingerprint": dataset.fingerprint}
+
+
+def file_states(dataset: Dataset) -> list[list[Any]]:
+    """Name, bytes and modification time (ns) of each file."""
+    return [[file.name, file.n_bytes, file.path.stat().st_mtime_ns] for file in dataset.files]
+
+
 def provenance() -> dict[str, Any]:
     """Versions of what makes the run."""
     versions = {}
@@ -125,24 +137,6 @@ def provenance() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {"versions": versions, "python": platform.python_version(), "platform": platform.platform()}
-
-
-def read_max_length(model: str, config: RunConfig) -> int:
-    """The longest sequence of a model in tokens, from its config."""
-    from transformers import AutoConfig
-
-    try:
-        loaded = AutoConfig.from_pretrained(
-            model, trust_remote_code=config.model.trust_remote_code, revision=config.model.revision
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the config of model {config.model.name} cannot be read: {error}") from error
-    text = loaded.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return DEFAULT_MAX_LENGTH
 
 
 def make_selection(config: RunConfig, tokenizer: TokenizerInfo) -> Selection:
@@ -166,7 +160,12 @@ def make_selection(config: RunConfig, tokenizer: TokenizerInfo) -> Selection:
 
 
 def _read_invokes(
-    config: RunConfig, model: str, dataset: Dataset, max_length: int, spill: TokenSpill
+    config: RunConfig,
+    model: str,
+    dataset: Dataset,
+    max_length: int,
+    n_vocabulary: int | None,
+    spill: TokenSpill,
 ) -> tuple[_Invokes, Selection]:
     max_tokens = config.capture.generation.max_tokens
     source = TokenizerSource(
@@ -180,7 +179,9 @@ def _read_invokes(
     special: list[int] = []
     skipped: list[Problem] = []
     n_records = 0
-    with tokenize(dataset, source, config.tokenization, max_length=max_length, max_tokens=max_tokens) as batches:
+    with tokenize(
+        dataset, source, config.tokenization, max_length=max_length, max_tokens=max_tokens, n_vocabulary=n_vocabulary
+    ) as batches:
         selection = make_selection(config, batches.tokenizer)
         for batch in batches:
             table = batch.invokes
@@ -197,20 +198,29 @@ def _read_invokes(
     n_prompt = spill.close_writing()
     n_rows = selection.counts(n_prompt, max_tokens, special if special else 0)
     numbered, named, n_ids = _number_parts(np.array(ids, np.int64), keys, n_records)
-    empty = np.flatnonzero(n_rows == 0)
-    if len(empty):
+    kept = np.flatnonzero(n_rows)
+    for index in np.flatnonzero(n_rows == 0).tolist():
+        skipped.append(
+            Problem(
+                invoke=int(numbered[index]),
+                key=named[index],
+                reason="no_rows",
+                detail=f"capture.rows takes none of its {n_prompt[index]} tokens",
+            )
+        )
+    if not len(kept):
         raise PlanError(
-            f"{len(empty):,} of {len(n_rows):,} invokes have no token that the row selection takes, the first is "
-            f"invoke {numbered[empty[0]]} with {n_prompt[empty[0]]} tokens: loosen capture.rows (skip_first, start, "
-            "stop)"
+            f"none of the {len(n_rows):,} invokes has a token that the row selection takes: loosen capture.rows "
+            "(skip_first, start, stop)"
         )
     invokes = _Invokes(
-        ids=numbered,
-        keys=named,
-        truncated=np.array(truncated, np.bool_),
-        n_prompt=n_prompt,
-        n_rows=n_rows,
-        skipped=skipped,
+        ids=numbered[kept],
+        keys=[named[index] for index in kept.tolist()],
+        truncated=np.array(truncated, np.bool_)[kept],
+        n_prompt=n_prompt[kept],
+        n_rows=n_rows[kept],
+        spilled=kept,
+        skipped=sorted(skipped, key=lambda problem: problem.invoke),
         n_ids=n_ids,
     )
     return invokes, selection
@@ -284,7 +294,7 @@ def _unit_tables(
     bounds = np.searchsorted(packing.unit[packing.order], np.arange(packing.n_units + 1))
     for unit in range(packing.n_units):
         members = packing.order[bounds[unit] : bounds[unit + 1]]
-        tokens, offsets = spill.gather(members)
+        tokens, offsets = spill.gather(invokes.spilled[members])
         n = len(members)
         columns = {
             "invoke": invokes.ids[members],

@@ -15,9 +15,10 @@ from rich.console import Console
 from actors.protocol import EngineSpec
 from actors.selection import Selection
 from harvest.config import RunConfig
-from harvest.errors import PlanError
+from harvest.dataset import open_dataset
+from harvest.errors import DatasetError, PlanError
 from harvest.events import EventLog
-from harvest.planning import make_plan
+from harvest.planning import file_states, make_plan
 from harvest.progress import ProgressView
 from harvest.summary import RunSummary, read_events, sum_events
 from storage.commit import Committer
@@ -53,6 +54,7 @@ def open_or_plan(config: RunConfig, console: Console | None = None) -> PlannedRu
     else:
         folder = RunFolder.open(path)
         _refuse_other_content(folder, config)
+        _refuse_other_dataset(folder, config)
     return PlannedRun(
         path=path,
         layout=folder.layout,
@@ -173,6 +175,20 @@ def _refuse_other_content(folder: RunFolder, config: RunConfig) -> None:
         raise PlanError(
             f"{folder.path} holds a run of another configuration: {'; '.join(differences)}. Choose another store.path, "
             "or go back to the planned values"
+        )
+
+
+def _refuse_other_dataset(folder: RunFolder, config: RunConfig) -> None:
+    """The plan holds the token ids, so a dataset that is gone does no harm; one that has changed is a mistake."""
+    try:
+        dataset = open_dataset(config.dataset)
+    except DatasetError:
+        return
+    planned = folder.run["dataset"]
+    if file_states(dataset) != planned["files"] and dataset.fingerprint != planned["fingerprint"]:
+        raise PlanError(
+            f"the dataset {config.dataset.path} is not what {folder.path} was planned with (its bytes have changed): "
+            "choose another store.path for the new data, or bring the old data back"
         )
 
 

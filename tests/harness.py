@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -31,7 +31,7 @@ def make_run(
     n_units: int = 1,
     selection: Selection | None = None,
     max_tokens: int | Sequence[int] = 1,
-    dtype: str = "float32",
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32",
     order: Sequence[int] | None = None,
     rows_per_shard: int = ROWS_PER_SHARD,
     unit_rows: int | None = None,
@@ -132,10 +132,13 @@ def harvest(run: RunFolder, feeder: Feeder, *, timeout_s: float = 120) -> StoreR
         futures = [
             feeder.submit(Lease(unit=unit, attempt=committer.next_attempt(unit))) for unit in range(run.layout.n_units)
         ]
-        results = [future.result(timeout_s) for future in futures]
-        for result in results:
+        receipts = []
+        for future in futures:
+            result = future.result(timeout_s)
             assert not isinstance(result, UnitFailure), result.traceback
-        published = committer.publish([result.storage for result in results])
+            assert result.storage is not None
+            receipts.append(result.storage)
+        published = committer.publish(receipts)
         assert not published.refused, published.refused
         committer.finalise()
     return StoreReader(run)

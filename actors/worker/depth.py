@@ -1,9 +1,11 @@
 """Depth: stop the forward after the last layer that a harvest needs, and drop what lies behind it.
 
-vLLM's decoders loop over `layers[start_layer:end_layer]`, as pipeline stages do, so a smaller `end_layer` set before the first
-forward shortens the eager, the compiled and the captured pass alike. The layers behind it give back their weights, and their
-attention layers are taken out of the registry from which the KV cache is planned. On the Transformers backend, which has no
-such bounds, dead layers become identities.
+vLLM's decoders loop over `layers[start_layer:end_layer]`, as pipeline stages do, so a smaller `end_layer` set before
+the first
+forward shortens the eager, the compiled and the captured pass alike. The layers behind it give back their weights, and
+their
+attention layers are taken out of the registry from which the KV cache is planned. On the Transformers backend, which
+has no such bounds, dead layers become identities.
 
 What comes after the last layer (final norm, LM head, sampler) still runs on the shortened stream: the sampled token is
 meaningless, so a run that generates, or wants logits, is never shortened.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -88,7 +91,7 @@ def _layer_list(module: nn.Module) -> nn.ModuleList | None:
 def _layer_of(name: str) -> int | None:
     """The decoder layer of an attention layer's registered name (`model.layers.7.self_attn.attn`)."""
     parts = name.split(".")
-    for part, number in zip(parts, parts[1:], strict=False):
+    for part, number in pairwise(parts):
         if part in _LAYER_LISTS and number.isdigit():
             return int(number)
     return None

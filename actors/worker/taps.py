@@ -16,8 +16,9 @@ Shape suffixes: P rows of the pass with padding, M taken rows, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -208,7 +209,13 @@ def _wrap_forward(module: nn.Module, taps: Sequence[tuple[Location, int, Tensor]
 
 
 def _tap(
-    location: Location, slot: int, buffer: Tensor, args: object, kwargs: object, output: object, tp_size: int
+    location: Location,
+    slot: int,
+    buffer: Tensor,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: object,
+    tp_size: int,
 ) -> None:
     x, residual = read(location, args, kwargs, output)
     if tp_size > 1:

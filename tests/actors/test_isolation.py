@@ -47,7 +47,11 @@ def assert_same(reader, reference, prompts, tolerance=1e-5):
             assert errors.max() < tolerance, (invoke, name, int(errors.argmax()), errors.max())
 
 
-def test_chunked_preempted_and_mixed_requests_keep_their_rows(tiny_qwen3, locations, prompts, alone, tmp_path):
+def test_chunked_preempted_and_mixed_requests_keep_their_rows(
+    tiny_qwen3, locations, prompts, alone, tmp_path, monkeypatch
+):
+    # It would win over kv_cache_memory_bytes.
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     # Answers grow until the KV cache is full, so that requests are preempted and computed again.
     run = make_run(tmp_path / "run", prompts, locations, n_units=4, max_tokens=150)
     vllm = {
@@ -67,7 +71,7 @@ def test_chunked_preempted_and_mixed_requests_keep_their_rows(tiny_qwen3, locati
 
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_order_and_chunk_size_do_not_matter(tiny_qwen3, locations, prompts, alone, tmp_path, chunk):
-    order = np.random.default_rng(chunk).permutation(len(prompts))
+    order = np.random.default_rng(chunk).permutation(len(prompts)).tolist()
     run = make_run(tmp_path / "run", prompts, locations, n_units=2, order=order)
     vllm = {"max_num_batched_tokens": chunk, "max_num_seqs": min(chunk, 32)}
     with engine(run, tiny_qwen3, locations, vllm=vllm) as feeder:

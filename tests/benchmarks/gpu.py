@@ -1,4 +1,4 @@
-"""GPU benchmark: the product's own path (planned run, feeder, taps, sink, run folder) against plain vLLM in one sitting.
+"""GPU benchmark: the product's own path (plan, feeder, taps, sink, run folder) against plain vLLM in one sitting.
 
 One case a process, since an engine does not give its memory back. Each prints JSON lines, appended to the file that
 `--out` names:
@@ -329,7 +329,7 @@ def run_disk(options: argparse.Namespace) -> None:
     """The disk's raw write rate: one thread for each file of 256 MiB, fsynced."""
     from concurrent.futures import ThreadPoolExecutor
 
-    block = np.random.default_rng(0).integers(0, 255, 16 << 20, np.uint8)
+    block = np.random.default_rng(0).bytes(16 << 20)
     root = Path(tempfile.mkdtemp(prefix="harvest-disk-", dir=options.disk))
 
     def write(number: int) -> None:

@@ -1,0 +1,62 @@
+"""What planning must know of a model: its length and its vocabulary, from `config.json` alone.
+
+A local folder's file is read as JSON, since the transformers classes would drag torch into the driver (seconds). A
+Hugging Face id goes through transformers, which knows where hub files lie.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harvest.errors import ConfigError
+
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+# Long enough for most prompts, short enough that a model of unknown length is not asked for too much.
+DEFAULT_MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Limits of a model."""
+
+    max_length: int
+    """Longest sequence in tokens."""
+    n_vocabulary: int | None
+    """Token ids are below this number; None where the config does not say."""
+
+
+def read_model_facts(model: str, *, trust_remote_code: bool, revision: str | None) -> ModelFacts:
+    """Limits of a local folder or a Hugging Face id.
+
+    Raises:
+        ConfigError: there is no readable config.
+    """
+    path = Path(model) / "config.json"
+    try:
+        if path.is_file():
+            config = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            from transformers import PretrainedConfig
+
+            config, _ = PretrainedConfig.get_config_dict(model, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the config of model {model} cannot be read: {error}") from error
+    # Multimodal models keep the language model's numbers in a section of their own.
+    texts: list[Mapping[str, Any]] = [config, *(config[key] for key in ("text_config", "llm_config") if key in config)]
+    return ModelFacts(
+        max_length=_first_int(texts, _LENGTH_KEYS) or DEFAULT_MAX_LENGTH,
+        n_vocabulary=_first_int(texts, ("vocab_size",)),
+    )
+
+
+def _first_int(texts: list[Mapping[str, Any]], keys: tuple[str, ...]) -> int | None:
+    for text in reversed(texts):
+        for key in keys:
+            value = text.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
