@@ -8,7 +8,9 @@ files are written once, when the run is made; their digests are in `run.json`.
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -135,57 +137,73 @@ def _checked(table: pa.Table, unit: int) -> pa.Table:
 
 
 class PlanReader:
-    """Reads the plan in `folder`; keeps a few open files, so reading units in order or at random is cheap."""
+    """Reads the plan in `folder`; keeps a few open files, so reading units in order or at random is cheap.
+
+    Thread-safe: an open Parquet file is not, so reads take turns. Pickles as its folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file = lru_cache(maxsize=4)(self._open)
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[PlanReader], tuple[Path]]:
+        return PlanReader, (self.folder,)
 
     def read_unit(self, unit: int, *, columns: list[str] | None = None) -> pa.Table:
         """The invokes of `unit`, in row order, columns of `INVOKE_SCHEMA`; no other unit is read."""
-        file = self._file(unit // UNITS_PER_FILE)
         group = unit % UNITS_PER_FILE
-        if unit < 0 or group >= file.num_row_groups:
-            raise RunFolderError(f"Unit {unit} is not in the plan in {self.folder}.")
-        try:
+        with self._reading(f"of unit {unit}"):
+            file = self._file(unit // UNITS_PER_FILE)
+            if unit < 0 or group >= file.num_row_groups:
+                raise RunFolderError(f"Unit {unit} is not in the plan in {self.folder}.")
             return file.read_row_group(group, columns=columns, use_threads=False)
-        except (pa.ArrowException, OSError) as error:
-            raise DamagedError(f"The plan of unit {unit} in {self.folder} cannot be read: {error}") from error
 
     def summaries(self) -> Iterator[pa.Table]:
         """The whole plan without token ids, one table a unit, in order."""
-        for number in range(len(list(self.folder.glob("invokes-*.parquet")))):
-            file = self._file(number)
-            for group in range(file.num_row_groups):
-                yield file.read_row_group(group, columns=SUMMARY_COLUMNS, use_threads=False)
+        for number in range(self._n_files()):
+            with self._reading(f"file {number}"):
+                n_groups = self._file(number).num_row_groups
+            for group in range(n_groups):
+                yield self.read_unit(number * UNITS_PER_FILE + group, columns=SUMMARY_COLUMNS)
 
     def summary(self) -> pa.Table:
         """The whole plan without token ids as one table, in unit then row order."""
-        tables = [
-            self._file(number).read(columns=SUMMARY_COLUMNS)
-            for number in range(len(list(self.folder.glob("invokes-*.parquet"))))
-        ]
+        tables = []
+        for number in range(self._n_files()):
+            with self._reading(f"file {number}"):
+                tables.append(self._file(number).read(columns=SUMMARY_COLUMNS))
         return pa.concat_tables(tables) if tables else INVOKE_SCHEMA.empty_table().select(SUMMARY_COLUMNS)
 
     def skipped(self) -> pa.Table:
         """The invokes that were never planned, columns of `SKIPPED_SCHEMA`."""
-        return self._parquet(SKIPPED_FILE).read()
+        with self._reading("of skipped invokes"):
+            return self._parquet(SKIPPED_FILE).read()
 
     def close(self) -> None:
         """Close the open files."""
         self._file.cache_clear()
 
+    def _n_files(self) -> int:
+        return len(list(self.folder.glob("invokes-*.parquet")))
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except (pa.ArrowException, OSError) as error:
+                raise DamagedError(f"The plan {what} in {self.folder} cannot be read: {error}") from error
+
     def _open(self, number: int) -> pq.ParquetFile:
         return self._parquet(invoke_file(number))
 
     def _parquet(self, name: str) -> Any:
-        path = self.folder / name
         try:
-            return pq.ParquetFile(path, memory_map=True)
+            # Not mapped into memory: a file cut short under a mapping would kill the process.
+            return pq.ParquetFile(self.folder / name)
         except FileNotFoundError:
-            raise DamagedError(f"The plan file {path} is missing.") from None
-        except (pa.ArrowException, OSError) as error:
-            raise DamagedError(f"The plan file {path} cannot be read: {error}") from error
+            raise DamagedError(f"The plan file {self.folder / name} is missing.") from None
 
 
 def read_unit(folder: Path, unit: int) -> pa.Table:

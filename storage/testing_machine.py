@@ -182,6 +182,11 @@ class StoreMachine(RuleBasedStateMachine):
         """Receipts arrive, in any order, late, twice, of dead drivers."""
         assert self.driver is not None
         names = data.draw(st.lists(st.sampled_from(sorted(self.receipts)), min_size=1, max_size=n, unique=True))
+        self.publish_these(names)
+
+    def publish_these(self, names: list[Name]) -> None:
+        """Publish the receipts of `names` and hold the answer against the model."""
+        assert self.driver is not None
         published = self.driver.publish([self.receipts[name] for name in names])
         assert not published.refused, published.refused
         for name in names:
@@ -190,6 +195,13 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 assert name[0] in published.committed
                 self.committed[name[0]] = name[1]
+
+    @precondition(lambda self: self.driver is not None and self.receipts)
+    @rule()
+    def publish_late(self) -> None:
+        """Everything that cannot count any more: of committed units, and of drivers that are gone."""
+        late = [name for name in self.receipts if name[0] in self.committed or name not in self.current]
+        self.publish_these(late)
 
     @precondition(lambda self: self.driver is not None and not self.complete)
     @rule()

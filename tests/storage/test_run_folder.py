@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import resource
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,15 @@ def test_plans_of_many_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for unit in (8, -1, 100):
         with pytest.raises(StorageError):
             reader.read_unit(unit)
+
+
+def test_threads_share_a_plan(folder: Path) -> None:
+    files = write_plan(folder / "plan", (unit_table(unit, 50) for unit in range(40)))
+    reader = pickle.loads(pickle.dumps(PlanReader(files.folder)))
+    with ThreadPoolExecutor(8) as pool:
+        tables = list(pool.map(reader.read_unit, [unit % 40 for unit in range(2000)]))
+    assert all(table.equals(tables[i % 40]) for i, table in enumerate(tables))
+    assert [table.column("unit")[0].as_py() for table in tables[:40]] == list(range(40))
 
 
 @pytest.mark.parametrize(
