@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import ml_dtypes
@@ -41,6 +41,7 @@ INDEX_FILLS = {"row_start": -1, "n_rows": 0, "n_prompt_tokens": 0, "unit": -1, "
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
+@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The little-endian numpy dtype of a Zarr data type name."""
     if name == "bfloat16":

@@ -85,6 +85,7 @@ class ShardWriter:
         self._closed = ""
         with writing(path, "creating"):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._sums_lock = threading.Lock()
         self._sums: list[int] = [0] * self.n_chunks
         self._checksum = row_checksum(self.row_bytes, chunk_rows)
         self._buffers: ChunkBuffers | None = None
@@ -116,11 +117,11 @@ class ShardWriter:
             claimed[...] = True
             self._busy += 1
         try:
-            added = beside(self._arithmetic, row, data, also, size_bytes=data.nbytes)
+            wait = beside(self._arithmetic, row, data, also, size_bytes=data.nbytes)
             try:
                 self._store(row, data)
             finally:
-                added()
+                wait()
         except OSError as error:
             raise self._fail(write_error(error, self.path, "writing")) from error
         except BaseException as error:
@@ -191,7 +192,8 @@ class ShardWriter:
     def _release(self) -> None:
         with self._changed:
             self._busy -= 1
-            self._changed.notify_all()
+            if not self._busy:
+                self._changed.notify_all()
 
     def _close(self) -> None:
         if self._buffers is not None:
@@ -230,7 +232,7 @@ class ShardWriter:
             n = min(self.chunk_rows - first, len(data) - done)
             sums.append((chunk, self._checksum.contribution(data[done : done + n], first)))
             done += n
-        with self._changed:
+        with self._sums_lock:
             for chunk, value in sums:
                 self._sums[chunk] ^= value
 

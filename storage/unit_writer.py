@@ -203,6 +203,8 @@ def as_stored(spec: ArraySpec, data: np.ndarray[Any, Any]) -> np.ndarray[Any, An
     data = np.asarray(data)
     native = spec.native
     shape = data.shape[1:]
+    if data.dtype is native and shape == spec.shape[1:] and data.flags.c_contiguous and len(shape) == 1:
+        return data.view(np.uint8)
     if shape != spec.shape[1:]:
         wanted = f"[n, {spec.width}]" if len(spec.shape) == 2 else "[n]"
         raise RowError(f"{spec.path}: rows have shape {list(data.shape)}; {wanted} is needed.")
