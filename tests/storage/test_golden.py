@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ HERE = Path(__file__).parent / "golden"
 RUNS = sorted(path.name for path in HERE.iterdir() if path.is_dir() and path.name.startswith("v"))
 
 
-def expected(name: str) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+def expected(name: str) -> dict[str, np.ndarray[Any, Any]]:
     with np.load((HERE / name).with_suffix(".npz")) as values:
         return {array.replace("|", "/"): values[array] for array in values}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,10 +34,10 @@ def main() -> None:
         script.finish(run)
         (path / ".lock").unlink()
         reader = StoreReader(path)
-        values = {
+        values: dict[str, Any] = {
             array.replace("/", "|"): reader.array(array, slice(None)).view(np.uint8) for array in run.layout.arrays
         }
-        np.savez_compressed(path.with_suffix(".npz"), **values)
+        np.savez_compressed(path.with_suffix(".npz"), allow_pickle=False, **values)
 
 
 if __name__ == "__main__":
