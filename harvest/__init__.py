@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harvest.blocks.attention import attention_pattern
     from harvest.blocks.errors import BlockError, LoopCutError, LoopCutWarning, SourceError
     from harvest.blocks.results import BlockResult
     from harvest.blocks.save import save
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "VLLM": "harvest.blocks.vllm",
     "BlockResult": "harvest.blocks.results",
+    "attention_pattern": "harvest.blocks.attention",
     "save": "harvest.blocks.save",
     "BlockError": "harvest.blocks.errors",
     "LoopCutError": "harvest.blocks.errors",
@@ -22,7 +24,16 @@ _LAZY = {
     "SourceError": "harvest.blocks.errors",
 }
 
-__all__ = ["VLLM", "BlockError", "BlockResult", "LoopCutError", "LoopCutWarning", "SourceError", "save"]
+__all__ = [
+    "VLLM",
+    "BlockError",
+    "BlockResult",
+    "LoopCutError",
+    "LoopCutWarning",
+    "SourceError",
+    "attention_pattern",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:

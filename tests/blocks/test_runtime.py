@@ -336,9 +336,19 @@ def test_an_unknown_module_is_an_error() -> None:
         run_one(lambda model: model.layers[3])
 
 
-def test_a_shared_module_points_to_its_users() -> None:
-    with pytest.raises(LocationError, match="3 layers share"):
-        run_one(lambda model: model.layers[1].shared.output)
+def test_a_module_that_layers_share_is_read_under_each_layers_path() -> None:
+    def block(model: Any) -> Any:
+        model.layers[0].shared.output  # noqa: B018
+        before = model.layers[1].inner.output
+        positions = model.layers[1].shared.output
+        model.layers[2].shared.input[:] = 9
+        return before, positions, model.layers[2].shared.output, model.layers[2].output[0]
+
+    before, positions, edited, last = run_one(block).value
+    assert torch.equal(before, rows([1, 2, 3]))
+    assert positions.tolist() == [0, 1, 2]
+    assert edited.tolist() == [9, 9, 9]
+    assert torch.equal(last, rows([6, 7, 8]))
 
 
 def test_a_step_that_is_over_cannot_be_looped_over() -> None:

@@ -75,6 +75,7 @@ class BlockRuntime:
     ) -> None:
         self.active = False
         self.step_number = 0
+        self.caller = ""
         self.current: BlockTask | None = None
         self.ended_requests: set[str] = set()
         self.modes = BlockModes()
@@ -283,11 +284,6 @@ class BlockRuntime:
         visit = task.visit
         if visit is not None and task.site is site:
             return visit
-        if site.shared_paths:
-            raise LocationError(
-                f"{site.name} belongs to one module that {len(site.shared_paths)} layers share, so it has no value of "
-                "its own; read it through a layer that uses it, for example self_attn.attn.inputs"
-            )
         task.check_running()
         task.location = site.name
         if site.seen_step == self.step_number:

@@ -2,6 +2,9 @@
 
 Every module's ``forward`` is wrapped once. Without blocks in the batch a wrapped module costs one attribute test.
 Sides are "input" (before the module runs, arguments) and "output" (after it, its return value).
+
+A module that several layers share (rotary embeddings, some activation functions) has sites under each of its paths: the
+module that calls it tells which of them is meant.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ class Site:
     `seen_step` is the number of the engine step that last went past it.
     """
 
-    __slots__ = ("layout", "name", "per_request", "seen_step", "shared_paths", "waiting")
+    __slots__ = ("layout", "name", "per_request", "seen_step", "waiting")
 
     def __init__(self, name: str, *, per_request: bool = False) -> None:
         self.name = name
@@ -31,13 +34,11 @@ class Site:
         self.seen_step = -1
         self.per_request = per_request
         """Rows are one per request, not one per token (logits, samples)."""
-        self.shared_paths: tuple[str, ...] = ()
-        """All paths of a module that several layers share; such a module has no value of its own."""
         self.layout: SiteLayout | None = None
 
 
 class ModuleSites:
-    """Both sides of one module and its original forward."""
+    """Both sides of one module at one path, and its original forward."""
 
     __slots__ = ("forward", "input", "module", "output", "path", "source")
 
@@ -51,20 +52,28 @@ class ModuleSites:
 
 
 def install_sites(model: nn.Module, runtime: BlockRuntime) -> dict[str, ModuleSites]:
-    """Wrap the forward of every module of `model`; returns the sites by path, shared modules under each path."""
-    by_module: dict[int, ModuleSites] = {}
-    by_path: dict[str, ModuleSites] = {}
+    """Wrap the forward of every module of `model`; returns the sites by path."""
     paths: dict[int, list[str]] = {}
+    modules: dict[int, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        sites = by_module.get(id(module))
-        if sites is None:
-            sites = by_module[id(module)] = ModuleSites(path, module)
-            _wrap(sites, runtime)
-        by_path[path] = sites
         paths.setdefault(id(module), []).append(path)
+        modules[id(module)] = module
+    by_path: dict[str, ModuleSites] = {}
+    callers: set[str] = set()
     for key, names in paths.items():
-        if len(names) > 1 and len({_layer_of(name) for name in names}) > 1:
-            by_module[key].input.shared_paths = by_module[key].output.shared_paths = tuple(names)
+        module = modules[key]
+        if len({_layer_of(name) for name in names}) > 1:
+            shared = {name.rpartition(".")[0]: ModuleSites(name, module) for name in names}
+            by_path |= {sites.path: sites for sites in shared.values()}
+            callers |= set(shared)
+            _wrap_shared(module, shared, runtime)
+        else:
+            # One layer, or none: several names of one place (tied embeddings).
+            sites = ModuleSites(names[0], module)
+            by_path |= dict.fromkeys(names, sites)
+            _wrap(sites, runtime)
+    for path in callers:
+        _note_caller(by_path[path], runtime)
     return by_path
 
 
@@ -91,5 +100,39 @@ def _wrap(sites: ModuleSites, runtime: BlockRuntime) -> None:
         if site_out.waiting:
             out = runtime.serve(site_out, out)
         return out
+
+    sites.module.forward = forward
+
+
+def _wrap_shared(module: nn.Module, by_caller: dict[str, ModuleSites], runtime: BlockRuntime) -> None:
+    original: Callable[..., Any] = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        sites = by_caller.get(runtime.caller) if runtime.active else None
+        if sites is None:
+            return original(*args, **kwargs)
+        sites.input.seen_step = runtime.step_number
+        if sites.input.waiting:
+            args, kwargs = runtime.serve(sites.input, (args, kwargs))
+        out = sites.forward(*args, **kwargs)
+        sites.output.seen_step = runtime.step_number
+        if sites.output.waiting:
+            out = runtime.serve(sites.output, out)
+        return out
+
+    module.forward = forward
+
+
+def _note_caller(sites: ModuleSites, runtime: BlockRuntime) -> None:
+    """Let `runtime.caller` name this module while it runs."""
+    wrapped: Callable[..., Any] = sites.module.forward
+    path = sites.path
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before, runtime.caller = runtime.caller, path
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            runtime.caller = before
 
     sites.module.forward = forward

@@ -103,9 +103,14 @@ class Layouts:
 
     def of(self, name: str, path: str, side: str) -> SiteLayout:
         """The layout of one side ("input" or "output") of the module at `path`."""
-        whole = self._view.values.calls.get(path, ())
-        shard = self._view.shard_values.calls.get(path, ())
-        if len(whole) != 1 or len(shard) != 1:
+        try:
+            # A module that layers share was observed under one of its paths, once for each layer.
+            observed = self._view.paths.get(id(self._view.model.get_submodule(path)), path)
+        except AttributeError:
+            observed = path
+        whole = self._view.values.calls.get(observed, ())
+        shard = self._view.shard_values.calls.get(observed, ())
+        if not whole or len(whole) != len(shard):
             return SiteLayout(
                 name, LocationError(f"{name}: how its value is spread over the ranks is not known; use one rank")
             )
