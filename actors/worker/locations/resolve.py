@@ -209,7 +209,7 @@ def _positive(source: Value, element: Sequence[int | str]) -> Iterator[int | str
 def _tensor(
     view: ModelView, source: Value, element: tuple[int | str, ...], path: str, side: str, named: str
 ) -> TensorValue:
-    value = source
+    value: Any = source
     for key in element:
         if not isinstance(value, tuple | dict):
             raise UnknownLocation(f"{named}: {_describe(value)} has no element [{key}]")
