@@ -23,7 +23,8 @@ from harvest.errors import HarvestError
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="rich")
 models_app = typer.Typer(no_args_is_help=True, help="Small real models that need no hub.")
 app.add_typer(models_app, name="models")
-console = Console(highlight=False, soft_wrap=True)
+# Where there is no terminal, tables must not be squeezed into 80 columns.
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 ConfigPath = Annotated[Path, typer.Argument(help="The run's TOML file.", metavar="CONFIG")]
 RunPath = Annotated[Path, typer.Argument(help="The run folder.", metavar="RUN")]
