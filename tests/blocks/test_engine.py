@@ -43,7 +43,7 @@ def test_importing_harvest_imports_no_engine() -> None:
 
 
 def test_requests_wait_until_their_whole_life_fits_and_nothing_is_preempted(tiny_qwen3: Path) -> None:
-    """20 blocks of KV (32 tokens each), requests of 200 prompt tokens and 48 steps: two fit at a time, not four."""
+    """20 blocks of KV (32 tokens each), four requests that grow from 4 blocks to 6: three fit for life."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from actors.worker.blocks.scheduler import BlockScheduler
@@ -65,19 +65,19 @@ def test_requests_wait_until_their_whole_life_fits_and_nothing_is_preempted(tiny
     def block(model: Any, tracer: Any) -> list[int]:
         return [len(model.model.layers[1].output[0]) for _ in tracer.all()]
 
-    prompts = [[5 + number] * 200 for number in range(4)]
+    prompts = [[5 + number] * 100 for number in range(4)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scheduler, "_preempt_request", note)
         patch.setattr(BlockScheduler, "schedule", count)
         with VLLM(tiny_qwen3, num_gpu_blocks_override=21, block_size=32, **CPU) as model:
-            results = model.run(block, prompts, max_tokens=48, **GREEDY)
-            assert [result.value for result in results] == [[200] + [1] * 47] * 4
+            results = model.run(block, prompts, max_tokens=90, **GREEDY)
+            assert [result.value for result in results] == [[100] + [1] * 89] * 4
             assert preempted == []
-            assert max(running) == 2
+            assert max(running) == 3
 
             # Without the gate the same load preempts, and the block is told so instead of seeing rows twice.
             patch.setattr(BlockScheduler, "_n_admissible", lambda self: 99)
-            results = model.run(block, prompts, max_tokens=48, errors="return", **GREEDY)
+            results = model.run(block, prompts, max_tokens=90, errors="return", **GREEDY)
             assert preempted
             assert any(result.error is not None for result in results)
 
