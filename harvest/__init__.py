@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from harvest.blocks.results import BlockResult
     from harvest.blocks.save import save
     from harvest.blocks.vllm import VLLM
+    from harvest.reader import open_run as open
 
 # Names that need torch, vLLM or Ray are looked up when they are used: importing harvest imports none of them.
 _LAZY = {
@@ -18,6 +19,7 @@ _LAZY = {
     "BlockResult": "harvest.blocks.results",
     "attention_pattern": "harvest.blocks.attention",
     "save": "harvest.blocks.save",
+    "open": "harvest.reader",
     "BlockError": "harvest.blocks.errors",
     "LoopCutError": "harvest.blocks.errors",
     "LoopCutWarning": "harvest.blocks.errors",
@@ -32,6 +34,7 @@ __all__ = [
     "LoopCutWarning",
     "SourceError",
     "attention_pattern",
+    "open",
     "save",
 ]
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 import storage.bfloat16  # noqa: F401  zarr.open in the same process then knows the type, installed or not
-
 from storage.reader import Prompt, StoreReader
 
 
@@ -41,3 +40,6 @@ class Run(StoreReader):
 def open_run(run: Path | str) -> Run:
     """Open the run at `run`, finished or not; `StorageError` says what is wrong with it otherwise."""
     return Run(run)
+
+
+open = open_run  # `harvest.open`

@@ -15,6 +15,7 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import harvest
 from harvest.reader import open_run, to_torch
 from storage.commit import Committer
 from storage.errors import DamagedError, FormatError, NotCommittedError, RunFolderError, StorageError
@@ -51,7 +52,7 @@ def test_any_slice_is_what_zarr_reads(folder: Path, start: int, n: int, step: in
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_prompts(folder: Path, compression: Any) -> None:
     run = finished(folder, compression=compression)
-    reader = open_run(run.path)
+    reader = harvest.open(run.path)
     script = ScriptedRun(seed=21, n_units=3)
     for invoke in script.invokes[:6]:
         prompt = reader.prompt(invoke.invoke)
