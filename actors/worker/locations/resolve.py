@@ -213,8 +213,9 @@ def _tensor(
     for key in element:
         if not isinstance(value, tuple | dict):
             raise UnknownLocation(f"{named}: {_describe(value)} has no element [{key}]")
+        container: Any = value
         try:
-            value = value[key]
+            value = container[key]
         except (LookupError, TypeError):
             raise UnknownLocation(f"{named}: no element [{key}] in {_describe(value)}") from None
     if isinstance(value, tuple | dict):
