@@ -55,6 +55,11 @@ class ToyModel(nn.Module):
         return hidden
 
 
+def rows(values: list[float]) -> Tensor:
+    """Rows whose columns are all alike."""
+    return torch.tensor(values)[:, None].expand(-1, WIDTH)
+
+
 @dataclass
 class ToyRequest:
     block: Callable[..., Any]

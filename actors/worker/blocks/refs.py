@@ -284,6 +284,34 @@ class TracerRef(Referenced):
         """VLLM's RequestOutput once the request has finished. Read it last."""
         return self._runtime.result()
 
+    def cache(
+        self,
+        modules: Iterable[Any] | None = None,
+        *,
+        include_output: bool = True,
+        include_inputs: bool = False,
+        device: str | None = "cpu",
+        dtype: Any = None,
+    ) -> Any:
+        """Record modules at this and every later step, also after the block's last statement.
+
+        Args:
+            modules: modules or their paths; None for all of them.
+            include_output: whether to record what they return.
+            include_inputs: whether to record their arguments.
+            device: where the copies are kept; None for the engine's.
+            dtype: what floating-point copies are converted to; None for as they are.
+
+        Returns:
+            `cache["model.layers.3.mlp"].output`: the own rows, a list over steps when there are several. Save it.
+        """
+        return self._runtime.start_cache(
+            None if modules is None else list(modules),
+            sides=("output",) * include_output + ("input",) * include_inputs,
+            device=device,
+            dtype=dtype,
+        )
+
     def stop(self) -> NoReturn:
         """End the block here and the request after this step."""
         self._runtime.task().stopped = True

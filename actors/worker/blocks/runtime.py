@@ -27,6 +27,7 @@ from actors.worker.blocks.errors import (
     SplitPromptError,
 )
 from actors.worker.blocks.modes import BlockModes
+from actors.worker.blocks.recording import ModuleCache, Recorder
 from actors.worker.blocks.refs import END_OF_REQUEST, ModelRef, ModuleRef, TracerRef
 from actors.worker.blocks.sites import ModuleSites, Site, install_sites
 from actors.worker.blocks.task import BlockTask, Wait
@@ -122,6 +123,7 @@ class BlockRuntime:
                 continue
             task.step += 1
             task.slot, task.start, task.stop = slot, starts[slot], starts[slot + 1]
+            task.live_step = self.step_number
             self._live.append(task)
             if task.done:
                 continue
@@ -135,7 +137,7 @@ class BlockRuntime:
             with self._blocks_run():
                 for task, error in due:
                     task.resume(throw=error)
-        self.active = any(not task.done for task in self._live)
+        self.active = any(not task.done or task.recording for task in self._live)
 
     def end_forward(self) -> None:
         """After the model's forward, before logits: from here on there is one row per request."""
@@ -182,6 +184,7 @@ class BlockRuntime:
         with self._blocks_run():
             for task in found:
                 self._finish(task, output)
+                self._stop_recording(task)
                 del self._tasks[task.request_id]
         return [
             BlockOutcome(
@@ -202,6 +205,7 @@ class BlockRuntime:
             with self._blocks_run():
                 for task in found:
                     task.kill()
+                    self._stop_recording(task)
 
     @property
     def n_tasks(self) -> int:
@@ -248,6 +252,28 @@ class BlockRuntime:
         task = self.task()
         task.location = "tracer.result"
         return task.park(Wait.RESULT)
+
+    def start_cache(
+        self, modules: list[Any] | None, *, sides: tuple[str, ...], device: str | None, dtype: torch.dtype | None
+    ) -> ModuleCache:
+        """`tracer.cache`: from the running step on."""
+        task = self.task()
+        if modules is None:
+            paths = list(self._sites)
+        else:
+            paths = [module._path if isinstance(module, ModuleRef) else str(module) for module in modules]
+        cache = ModuleCache()
+        for path in paths:
+            sites = self.ref(path)._sites
+            for side in sides:
+                site: Site = sites.output if side == "output" else sites.input
+                if modules is not None and site.seen_step == self.step_number:
+                    raise OutOfOrderError(f"step {task.step} has gone past {site.name}; open the cache first")
+                site.recorders.append(
+                    Recorder(task=task, cache=cache, path=path, is_output=side == "output", device=device, dtype=dtype)
+                )
+                task.recording.append(site)
+        return cache
 
     def source_of(self, sites: ModuleSites) -> Any:
         from actors.worker.blocks.operations import source_of
@@ -336,6 +362,30 @@ class BlockRuntime:
         if layout is not None:
             return layout.scatter(current, value, in_place=not any(visit.replaces for visit in changed))
         return current
+
+    def record(self, site: Site, value: Any) -> None:
+        """A module is at `site`: copy the own rows of every request that records it."""
+        recorders = [recorder for recorder in site.recorders if recorder.task.live_step == self.step_number]
+        if not recorders:
+            return
+        if self._tp_size > 1:
+            layout = self._layout(site)
+            try:
+                value = value if layout is None else layout.gather(value)
+            except LocationError:
+                return
+        n_rows = self._n_requests if self._sampling else self._n_rows
+        passage = Passage(site.name, value, n_rows, ())
+        with self._blocks_run():
+            for recorder in recorders:
+                task = recorder.task
+                start, stop = (task.slot, task.slot + 1) if self._sampling else (task.start, task.stop)
+                recorder.take(Visit(passage, start, stop, False).read(value))
+
+    def _stop_recording(self, task: BlockTask) -> None:
+        for site in task.recording:
+            site.recorders = [recorder for recorder in site.recorders if recorder.task is not task]
+        task.recording = []
 
     def _layout(self, site: Site) -> SiteLayout | None:
         if site.layout is None and self._layouts is not None and not site.per_request:

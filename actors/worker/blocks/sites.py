@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
+    from actors.worker.blocks.recording import Recorder
     from actors.worker.blocks.runtime import BlockRuntime
     from actors.worker.blocks.task import BlockTask
     from actors.worker.blocks.tp_layout import SiteLayout
@@ -26,11 +27,12 @@ class Site:
     `seen_step` is the number of the engine step that last went past it.
     """
 
-    __slots__ = ("layout", "name", "per_request", "seen_step", "waiting")
+    __slots__ = ("layout", "name", "per_request", "recorders", "seen_step", "waiting")
 
     def __init__(self, name: str, *, per_request: bool = False) -> None:
         self.name = name
         self.waiting: list[BlockTask] = []
+        self.recorders: list[Recorder] = []
         self.seen_step = -1
         self.per_request = per_request
         """Rows are one per request, not one per token (logits, samples)."""
@@ -95,10 +97,14 @@ def _wrap(sites: ModuleSites, runtime: BlockRuntime) -> None:
         site_in.seen_step = runtime.step_number
         if site_in.waiting:
             args, kwargs = runtime.serve(site_in, (args, kwargs))
+        if site_in.recorders:
+            runtime.record(site_in, (args, kwargs))
         out = sites.forward(*args, **kwargs)
         site_out.seen_step = runtime.step_number
         if site_out.waiting:
             out = runtime.serve(site_out, out)
+        if site_out.recorders:
+            runtime.record(site_out, out)
         return out
 
     sites.module.forward = forward
@@ -114,10 +120,14 @@ def _wrap_shared(module: nn.Module, by_caller: dict[str, ModuleSites], runtime: 
         sites.input.seen_step = runtime.step_number
         if sites.input.waiting:
             args, kwargs = runtime.serve(sites.input, (args, kwargs))
+        if sites.input.recorders:
+            runtime.record(sites.input, (args, kwargs))
         out = sites.forward(*args, **kwargs)
         sites.output.seen_step = runtime.step_number
         if sites.output.waiting:
             out = runtime.serve(sites.output, out)
+        if sites.output.recorders:
+            runtime.record(sites.output, out)
         return out
 
     module.forward = forward

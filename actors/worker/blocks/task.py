@@ -62,6 +62,9 @@ class BlockTask:
         self.visit: Visit | None = None
         self.step = -1
         self.start = self.stop = self.slot = 0
+        self.live_step = -1
+        """The engine step that the request was last part of."""
+        self.recording: list[Site] = []
         self.stopped = False
         self.cut: tuple[int, int] | None = None
         self.failure: BlockFailure | None = None
