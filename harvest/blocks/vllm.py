@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.worker.blocks.engine import BlockEngine, BlockRequest, BlockRun, EngineLostError, check_engine_args
 from actors.worker.blocks.wire import BlockCode, Reference
@@ -23,6 +23,9 @@ from harvest.blocks.refs import ModuleProxy
 from harvest.blocks.results import BlockResult, make_results, raise_failures, report_cut_loops
 from harvest.blocks.sampling import checked_sampling
 from harvest.blocks.trace import _NO_PROMPT, Trace, pack_block
+
+if TYPE_CHECKING:
+    from actors.worker.blocks.remote import RemoteBlockEngine
 
 _FALSE = ("", "0", "false", "no", "off")
 
@@ -38,6 +41,7 @@ class VLLM(ModuleProxy):
         strict: a loop cut short by the end of its request is an error; a trace's own `strict` wins.
         max_saved_bytes: the most bytes of tensors that one request's block may send back.
         block_time_limit_s: the longest that a block may run between two locations; None for no limit.
+        ray: put the engine in a Ray actor; a dict gives the actor's options.
         engine_args: vLLM's engine arguments.
 
     Raises:
@@ -53,6 +57,7 @@ class VLLM(ModuleProxy):
         strict: bool = False,
         max_saved_bytes: int = 4 << 30,
         block_time_limit_s: float | None = 60.0,
+        ray: bool | Mapping[str, Any] = False,
         **engine_args: Any,
     ) -> None:
         super().__init__("", self._find_tree)
@@ -67,15 +72,17 @@ class VLLM(ModuleProxy):
             strict=strict,
             max_saved_bytes=max_saved_bytes,
             block_time_limit_s=block_time_limit_s,
+            _ray=ray,
         )
         if dispatch:
             self.dispatch()
 
     _name: str
     _engine_args: dict[str, Any]
-    _engine: BlockEngine | None
+    _engine: BlockEngine | RemoteBlockEngine | None
     _tree: Any
     _tokenizer: Any
+    _ray: bool | Mapping[str, Any]
     clone_reads: bool
     strict: bool
     max_saved_bytes: int
@@ -122,7 +129,7 @@ class VLLM(ModuleProxy):
         return self._tokenizer
 
     @property
-    def engine(self) -> BlockEngine:
+    def engine(self) -> BlockEngine | RemoteBlockEngine:
         """The engine, built if need be."""
         return self._engine_now()
 
@@ -241,16 +248,22 @@ class VLLM(ModuleProxy):
     def samples(self) -> Any:
         self._outside("samples")
 
-    def _engine_now(self) -> BlockEngine:
+    def _engine_now(self) -> BlockEngine | RemoteBlockEngine:
         if self._engine is None:
             from harvest.models import resolve_model
 
-            self.__dict__["_engine"] = BlockEngine(
-                resolve_model(self._name),
-                self._engine_args,
-                max_saved_bytes=self.max_saved_bytes,
-                block_time_limit_s=self.block_time_limit_s,
-            )
+            settings: dict[str, Any] = {
+                "max_saved_bytes": self.max_saved_bytes,
+                "block_time_limit_s": self.block_time_limit_s,
+            }
+            name = resolve_model(self._name)
+            if self._ray is False:
+                self.__dict__["_engine"] = BlockEngine(name, self._engine_args, **settings)
+            else:
+                from actors.worker.blocks.remote import RemoteBlockEngine
+
+                options = {} if self._ray is True else dict(self._ray)
+                self.__dict__["_engine"] = RemoteBlockEngine(name, self._engine_args, ray_options=options, **settings)
         engine = self._engine
         assert engine is not None
         return engine

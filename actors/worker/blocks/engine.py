@@ -78,8 +78,8 @@ class BlockEngine:
         model: str,
         engine_args: dict[str, Any],
         *,
-        max_saved_bytes: int = 4 << 30,
-        block_time_limit_s: float | None = 60.0,
+        max_saved_bytes: int,
+        block_time_limit_s: float | None,
     ) -> None:
         check_engine_args(engine_args)
         self.max_saved_bytes = max_saved_bytes
