@@ -51,7 +51,7 @@ def test_an_unknown_module_is_an_error() -> None:
 
 def test_a_module_that_layers_share_is_read_under_each_layers_path() -> None:
     def block(model: Any) -> Any:
-        model.layers[0].shared.output  # noqa: B018
+        model.layers[0].shared[0].output  # noqa: B018
         before = model.layers[1].inner.output
         positions = model.layers[1].shared.output
         model.layers[2].shared.input[:] = 9

@@ -40,7 +40,7 @@ class ToyLayer(nn.Module):
 class ToyModel(nn.Module):
     def __init__(self, n_layers: int = 3, *, reuse: bool = False) -> None:
         super().__init__()
-        shared = nn.Identity()
+        shared = nn.Sequential(nn.Identity())
         self.layers = nn.ModuleList([ToyLayer(index, shared) for index in range(n_layers)])
         self.unused = nn.Identity()
         self.reuse = reuse

@@ -62,19 +62,21 @@ def install_sites(model: nn.Module, runtime: BlockRuntime) -> dict[str, ModuleSi
         modules[id(module)] = module
     by_path: dict[str, ModuleSites] = {}
     callers: set[str] = set()
+    shared_paths: set[str] = set()
     for key, names in paths.items():
         module = modules[key]
         if len({_layer_of(name) for name in names}) > 1:
             shared = {name.rpartition(".")[0]: ModuleSites(name, module) for name in names}
             by_path |= {sites.path: sites for sites in shared.values()}
             callers |= set(shared)
+            shared_paths |= set(names)
             _wrap_shared(module, shared, runtime)
         else:
             # One layer, or none: several names of one place (tied embeddings).
             sites = ModuleSites(names[0], module)
             by_path |= dict.fromkeys(names, sites)
             _wrap(sites, runtime)
-    for path in callers:
+    for path in callers - shared_paths:
         _note_caller(by_path[path], runtime)
     return by_path
 
@@ -122,7 +124,12 @@ def _wrap_shared(module: nn.Module, by_caller: dict[str, ModuleSites], runtime: 
             args, kwargs = runtime.serve(sites.input, (args, kwargs))
         if sites.input.recorders:
             runtime.record(sites.input, (args, kwargs))
-        out = sites.forward(*args, **kwargs)
+        # What a shared module calls is shared as well.
+        before, runtime.caller = runtime.caller, sites.path
+        try:
+            out = sites.forward(*args, **kwargs)
+        finally:
+            runtime.caller = before
         sites.output.seen_step = runtime.step_number
         if sites.output.waiting:
             out = runtime.serve(sites.output, out)
