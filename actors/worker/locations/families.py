@@ -235,7 +235,6 @@ _BY_ARCHITECTURE = {
     "DeepseekV3ForCausalLM": DEEPSEEK,
     "GptOssForCausalLM": GPT_OSS,
     "GPT2LMHeadModel": GPT2,
-    "FalconForCausalLM": FALCON,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": replace(OLMO2, name="OLMo3"),
 }
@@ -256,6 +255,9 @@ def family_of(architecture: str, config: Any, *, transformers_backend: bool) -> 
         return GPT_NEOX if getattr(config, "use_parallel_residual", True) else GPT_NEOX_SERIAL
     if architecture == "OPTForCausalLM":
         return OPT if getattr(config, "do_layer_norm_before", True) else OPT_POST_NORM
+    if architecture == "FalconForCausalLM":
+        parallel = getattr(config, "new_decoder_architecture", False) or getattr(config, "parallel_attn", True)
+        return FALCON if parallel else replace(FALCON, name="Falcon (serial)")
     if architecture in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[architecture]
     return TRANSFORMERS if transformers_backend else None
