@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import SamplingParams, TokensPrompt
 
 from actors.worker.locations import Location, LocationError, families, resolve_in_view, view_model
@@ -91,6 +91,28 @@ def test_every_alias_equals_hugging_face(family: str, tmp_path: Path) -> None:
     assert {path: real.get(path) for path in weightless} == weightless
     # What only a real pass calls is inside fused kernels: experts, and projections of the latent kernel.
     assert all(".experts." in path or path.endswith("kv_b_proj") for path in real.keys() - weightless.keys())
+
+
+def test_real_weights_equal_hugging_face(smollm2: Path) -> None:
+    """SmolLM2-135M: 30 layers of trained weights, with the outliers that trained models have."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation="eager").eval()
+    text = "The residual stream of a trained model has a few very large features, most of all at its first token."
+    ids = AutoTokenizer.from_pretrained(smollm2)(text)["input_ids"]
+    expected = reference_rows("llama", model, ids)
+    with open_engine(smollm2, skip_tokenizer_init=True, max_model_len=64) as llm:
+        loaded = engine_model(llm)
+        locations, _ = all_aliases(view_model(loaded))
+        with watch(loaded, locations) as rows:
+            llm.generate(
+                [TokensPrompt(prompt_token_ids=ids)],
+                SamplingParams(temperature=0.0, max_tokens=1, detokenize=False),
+                use_tqdm=False,
+            )
+    errors = {
+        name: relative_error(rows[name][: len(reference)].float(), reference) for name, reference in expected.items()
+    }
+    assert len(errors) == 3 + 12 * 30
+    assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
 
 
 def write_model(family: str, path: Path) -> tuple[list[int], dict[str, Tensor]]:
