@@ -65,10 +65,14 @@ def print_invoke(console: Console, path: Path | str, invoke: int) -> None:
 
 def print_locations(console: Console, model: str) -> None:
     """Every location of a model; see `actors.locations_probe`."""
-    from actors.locations_probe import describe_model
+    from actors.locations_probe import ProbeError, describe_model
+    from harvest.errors import ModelError
     from harvest.models import resolve_model
 
-    rows: list[dict[str, Any]] = describe_model(resolve_model(model))
+    try:
+        rows: list[dict[str, Any]] = describe_model(resolve_model(model))
+    except ProbeError as error:
+        raise ModelError(str(error)) from error
     table = Table("module", "class", "locations", "aliases")
     for row in rows:
         table.add_row(row["module"], row["class"], escape(row["locations"]), row["aliases"])

@@ -18,7 +18,8 @@ import pyarrow as pa
 import tomli_w
 from numpy.typing import NDArray
 
-from actors.locations_probe import probe_locations
+from actors.location_errors import LocationError
+from actors.locations_probe import ProbeError, probe_locations
 from actors.selection import Selection, SelectionError
 from actors.worker.llm import EngineArgumentError, check_engine_arguments
 from harvest.config import RunConfig
@@ -33,7 +34,7 @@ from harvest.tokenization import tokenize
 from harvest.tokenizer import TokenizerInfo, TokenizerSource
 from storage.format import LocationSpec, StoreLayout
 from storage.plan_files import INVOKE_SCHEMA, SKIPPED_SCHEMA, PlanSource
-from storage.run_folder import RunFolder, free_bytes
+from storage.run_folder import RunFolder, check_place, free_bytes
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -70,12 +71,17 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
     except EngineArgumentError as error:
         raise ConfigError(str(error)) from error
     model = resolve_model(config.model.name)
-    dataset = open_dataset(config.dataset)
-    # Fails early on a path that cannot be written, before minutes of tokenising.
-    free_bytes(Path(config.store.path))
-    say("resolving locations")
-    probed = probe_locations(model, list(config.capture.locations), engine_arguments(config))
     facts = read_model_facts(model, trust_remote_code=config.model.trust_remote_code, revision=config.model.revision)
+    dataset = open_dataset(config.dataset)
+    # A place that cannot be used is told before minutes of tokenising.
+    check_place(config.store.path)
+    say("resolving locations")
+    try:
+        probed = probe_locations(model, list(config.capture.locations), engine_arguments(config))
+    except LocationError as error:
+        raise ConfigError(f"capture.locations: {error}") from error
+    except ProbeError as error:
+        raise PlanError(str(error)) from error
     max_length = config.model.max_length or facts.max_length
     say("tokenising")
     with TokenSpill() as spill:

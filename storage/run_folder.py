@@ -11,6 +11,7 @@ creation left half made carries the marker `.creating` and is made anew by the s
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -174,17 +175,28 @@ class RunFolder:
         return dict(json.loads((self.path / "provenance.json").read_bytes()))
 
 
-def _prepare(path: Path) -> None:
-    """Bring `path` to the state in which creation begins: there, empty but for the marker."""
+def check_place(path: Path | str) -> None:
+    """Whether a run can be made at `path`, which may be absent; changes nothing. `RunFolderError` says why not."""
+    path = Path(path)
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; choose another place for the run.")
-    make_folder(path)
-    present = {child.name for child in path.iterdir()}
+    present = {child.name for child in path.iterdir()} if path.exists() else set()
     if "run.json" in present:
         raise RunFolderError(f"{path} holds a run already; open it, or choose another place.")
     if present and _MARKER not in present:
         some = ", ".join(sorted(present)[:3])
         raise RunFolderError(f"{path} is not empty and not a run (it holds {some}); choose another place.")
+    parent = path.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise RunFolderError(f"{parent} cannot be written, so {path} cannot be made; choose another place for the run.")
+
+
+def _prepare(path: Path) -> None:
+    """Bring `path` to the state in which creation begins: there, empty but for the marker."""
+    check_place(path)
+    make_folder(path)
     write_file(
         path / _MARKER, b"This run is being made. Without run.json beside it, giving the command again remakes it.\n"
     )

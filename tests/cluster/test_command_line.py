@@ -70,15 +70,46 @@ def test_a_finished_run_says_so_without_an_engine(finished):
     assert (run / "events.jsonl").read_text() == events
 
 
-def test_verify_proves_bytes_and_values(finished, tmp_path):
-    _, run = finished
-    done = harvest("verify", run, "--parity", "16", "--json", tmp_path / "report.json")
+def test_the_commands_of_the_readme(finished, tmp_path):
+    config, run = finished
+    shown = {}
+    for line in readme_block("sh", "harvest plan run.toml"):
+        command = line.partition("#")[0].replace("run.toml", str(config)).replace("out/run", str(run)).split()
+        assert command[0] == "harvest"
+        extra = ["--json", str(tmp_path / "report.json")] if command[1] == "verify" else []
+        shown[command[1]] = harvest(*command[1:], *extra).stdout
+    assert list(shown) == ["plan", "run", "status", "verify", "inspect"]
+    assert "240 planned" in shown["plan"]
+    assert "complete" in shown["status"]
+    assert "acts/mlp_out.2" in shown["inspect"]
+    assert "norm p99" in shown["inspect"]
+    # The values, recomputed by another implementation.
+    assert "parity ok" in shown["verify"]
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["passed"]
     assert len(report["parity"]["invokes"]) == 16
     assert [entry["location"] for entry in report["parity"]["locations"]] == ["residual.1", "residual.3", "mlp_out.2"]
     assert all(0 < entry["relative_error"] < 4e-3 for entry in report["parity"]["locations"])
-    assert "parity ok" in done.stdout
+    assert "position" in harvest("inspect", run, "--invoke", "5").stdout
+
+
+def test_the_reading_snippet_of_the_readme(finished, demo_text):
+    _, run = finished
+    lines = readme_block("python", "import json, zarr")
+    assert len(lines) <= 10
+    code = "\n".join(lines).replace("out/demo", str(run)).replace("residual.10", "residual.1")
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    text = json.loads(demo_text.read_text().splitlines()[7])["text"]
+    assert done.stdout.startswith("(")
+    assert text[:40] in done.stdout
+
+
+def readme_block(language: str, beginning: str) -> list[str]:
+    """Lines of the README's code block that begins so."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    blocks = [block.partition("```")[0] for block in readme.split(f"```{language}\n")[1:]]
+    return [line for line in next(b for b in blocks if b.startswith(beginning)).splitlines() if line.strip()]
 
 
 def test_verify_finds_rows_of_another_layer_and_a_flipped_bit(finished, tmp_path):
@@ -94,15 +125,6 @@ def test_verify_finds_rows_of_another_layer_and_a_flipped_bit(finished, tmp_path
     done = harvest("verify", copy, check=False)
     assert done.returncode == 1
     assert "acts/residual.1" in done.stdout
-
-
-def test_status_and_inspect_read_the_folder_alone(finished):
-    _, run = finished
-    assert "complete" in harvest("status", run).stdout
-    shown = harvest("inspect", run).stdout
-    assert "acts/mlp_out.2" in shown
-    assert "norm p99" in shown
-    assert "position" in harvest("inspect", run, "--invoke", "5").stdout
 
 
 def test_another_configuration_is_refused_with_the_difference(finished):
