@@ -1,7 +1,7 @@
 """Runs the arithmetic on rows (checksums, statistics) beside the write of the same rows.
 
-A write hands the bytes to the kernel without holding the interpreter, so a second thread can work meanwhile. Two
-threads a process are enough: what they run holds the interpreter most of the time.
+A write hands the bytes to the kernel without holding the interpreter, so another thread can work meanwhile. Few
+threads are enough: checksums hold the interpreter, at a pace that no disk keeps up with.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 WORTHWHILE_BYTES = 1 << 20
 """Below this size the switch of threads costs more than it saves."""
 
+_THREADS = max(2, len(os.sched_getaffinity(0)) // 4)
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
@@ -27,7 +28,7 @@ def beside(function: Callable[..., None], *arguments: Any, size_bytes: int) -> C
         return _done
     pool = _pools.get(os.getpid())
     if pool is None:  # also after a fork, which does not take threads along
-        pool = _pools.setdefault(os.getpid(), ThreadPoolExecutor(2, thread_name_prefix="store-arithmetic"))
+        pool = _pools.setdefault(os.getpid(), ThreadPoolExecutor(_THREADS, thread_name_prefix="store-arithmetic"))
     future: Future[None] = pool.submit(function, *arguments)
     return future.result
 

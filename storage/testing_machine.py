@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +86,14 @@ class StoreMachine(RuleBasedStateMachine):
         raise AssertionError("two drivers hold one run")
 
     @precondition(lambda self: self.driver is not None)
-    @rule(torn=st.binary(max_size=40), stray=st.booleans())
-    def kill_driver(self, torn: bytes, stray: bool) -> None:
+    @rule(torn=st.binary(max_size=40), times=st.integers(1, 20), stray=st.booleans())
+    def kill_driver(self, torn: bytes, times: int, stray: bool) -> None:
         """The driver dies, perhaps in the middle of an append, perhaps between renames and the ledger."""
         assert self.driver is not None
         self.driver.close()  # the kernel does as much for a killed process
         self.driver = None
         with self.run.ledger.open("ab") as file:
-            file.write(torn.replace(b"\n", b""))
+            file.write(torn.replace(b"\n", b"") * times)
         with self.run.receipts.open("ab") as file:
             file.write(torn)
         sealed = [name for name in self.receipts if name[0] not in self.committed and self.staged(name)]
@@ -125,9 +126,22 @@ class StoreMachine(RuleBasedStateMachine):
             self.lease(unit)
             name = max(self.writers, key=lambda name: (name[0] == unit, name[1]))
             writer, calls = self.writers.pop(name)
-            for array, row, rows in calls:
+            *most, last = [call for call in calls if len(call[2])]
+            for array, row, rows in most:
                 writer.write(array, row, rows)
+            if most:
+                self.refused(lambda w=writer, call=most[-1]: w.write(*call))  # type: ignore[misc]
+            self.refused(lambda w=writer: w.seal())  # type: ignore[misc]
+            writer.write(*last)
             self.receipts[name] = writer.seal(invokes=self.script.outcomes(unit))
+
+    def refused(self, action: Callable[[], object]) -> None:
+        """`action` must fail for its rows."""
+        try:
+            action()
+        except RowError:
+            return
+        raise AssertionError("rows written twice, or missing, were accepted")
 
     def some_writer(self, data: st.DataObject) -> Name:
         return data.draw(st.sampled_from(sorted(self.writers)))
