@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from actors.feeder import Feeder, PlannedInvoke
+from actors.feeder import Feeder, LlmLike, PlannedInvoke
 from actors.origin import check_origin
 from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
 from storage.plan_files import PlanReader
@@ -43,12 +43,18 @@ class EngineActor:
         return await asyncio.to_thread(self._start)
 
     def _start(self) -> EngineStats:
-        from actors.worker.llm import Llm
-
-        llm = Llm(self._spec)
-        self._feeder = Feeder(llm, self._spec, self._read_unit)
+        self._feeder = Feeder(self._make_llm(), self._spec, self._read_unit)
         threading.Thread(target=self._run, name="harvest-engine", daemon=True).start()
         return self._feeder.stats
+
+    def _make_llm(self) -> LlmLike:
+        if self._spec.fake is not None:
+            from actors.fake_engine import Script, ScriptedLlm
+
+            return ScriptedLlm(self._spec, Script(**self._spec.fake))
+        from actors.worker.llm import Llm
+
+        return Llm(self._spec)
 
     def _run(self) -> None:
         assert self._feeder is not None

@@ -47,6 +47,8 @@ class EngineSpec:
     writer_threads: int = 4
     stop_early: bool = True
     """Stop the forward after the last wanted layer, where nothing later is needed."""
+    fake: dict[str, Any] | None = None
+    """Fields of `actors.fake_engine.Script`: run the scripted engine instead of vLLM."""
     null_sink: bool = False
     """Drop rows once they are in host memory: for measurements."""
 

@@ -22,18 +22,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.host_rows import HostRows
 from actors.protocol import InvokeOutcome, UnitFailure
 from actors.worker.rows import Segment
-
-
-class HostRows(Protocol):
-    """Rows on their way to host memory."""
-
-    n_bytes: int
-
-    def wait(self) -> NDArray[Any]:
-        """Block until the rows are in host memory; return them as [rows, width] or [rows]."""
-        ...
 
 
 class UnitWriterLike(Protocol):

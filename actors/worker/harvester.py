@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from actors.host_rows import ArrayRows
 from actors.protocol import EngineSpec, InvokeOutcome, UnitFailure
 from actors.sink import NullWriter, RowBatch, Sealed, Sink
 from actors.worker.depth import Depth, shorten
@@ -26,7 +27,7 @@ from actors.worker.locations import Location, last_layer_needed, resolve_locatio
 from actors.worker.rows import Registration, RowBook, StepTake
 from actors.worker.step import StepRows
 from actors.worker.taps import TapSet
-from actors.worker.transfer import ArrayRows, Transfer
+from actors.worker.transfer import Transfer
 from storage.unit_writer import UnitWriter
 
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -13,17 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-
-class ArrayRows:
-    """Rows that are in host memory already."""
-
-    def __init__(self, rows: NDArray[Any]) -> None:
-        self._rows = rows
-        self.n_bytes = rows.nbytes
-
-    def wait(self) -> NDArray[Any]:
-        """The rows."""
-        return self._rows
+from actors.host_rows import ArrayRows
 
 
 class _CopiedRows:

@@ -1,0 +1,204 @@
+"""ScriptedLlm: an engine without a model, for tests of scheduling, commit and resume, and for dry runs.
+
+It stands where `actors.worker.llm.Llm` stands, so the feeder, the row book, the sink, the staged files and everything
+behind
+them are the real ones. Rows are a fixed function of (invoke, position, location), so that any two runs of a plan must
+store the same bytes. Failures follow a script.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.host_rows import ArrayRows
+from actors.protocol import EngineSpec, InvokeOutcome
+from actors.sink import RowBatch, Sink
+from actors.worker.llm import Finished, Request
+from actors.worker.rows import Registration, RowBook
+from actors.worker.step import StepRows
+from storage.unit_writer import UnitWriter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """What goes wrong, by invoke."""
+
+    die_on: frozenset[int] = frozenset()
+    """SIGKILL this process when one of these invokes is in a step."""
+    hang_on: frozenset[int] = frozenset()
+    """Never return from a step with one of these."""
+    raise_on: frozenset[int] = frozenset()
+    """Raise out of a step with one of these."""
+    step_s: float = 0.0
+    """Time that a step takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    pending_bytes: int
+    written_bytes: int
+    n_rows: int
+    n_steps: int
+    n_recomputed: int = 0
+    depth: None = None
+
+
+class ScriptedLlm:
+    """See the module's docstring."""
+
+    max_requests = 16
+    max_step_tokens = 512
+    compute_dtype = "float32"
+
+    def __init__(self, spec: EngineSpec, script: Script) -> None:
+        self._spec = spec
+        self._script = script
+        self._book = RowBook()
+        self._queue: list[Request] = []
+        self._done: dict[str, int] = {}
+        self._n_rows = self._n_steps = 0
+        self._sink = Sink(
+            open_writer=lambda unit, attempt: UnitWriter(Path(spec.run_path), spec.layout, unit=unit, attempt=attempt),
+            seal_writer=_seal,
+            arrays=list(spec.layout.arrays),
+            threads=spec.writer_threads,
+        )
+
+    @property
+    def busy(self) -> bool:
+        """True while requests are unfinished."""
+        return bool(self._queue)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        wanted = request.harvest
+        self._book.register(
+            request.request_id,
+            Registration(
+                unit=wanted["unit"],
+                attempt=wanted["attempt"],
+                invoke=wanted["invoke"],
+                unit_row=wanted["unit_row"],
+                positions=self._spec.selection.positions(
+                    n_prompt_tokens=wanted["n_prompt"],
+                    max_tokens=request.max_tokens,
+                    invoke=wanted["invoke"],
+                    token_ids=request.token_ids,
+                ),
+            ),
+        )
+        self._queue.append(request)
+        self._done[request.request_id] = 0
+
+    def step(self) -> list[Finished]:
+        """Pass the next tokens of the first requests, prompts in chunks."""
+        time.sleep(self._script.step_s)
+        left = self.max_step_tokens
+        batch: list[tuple[Request, int, int]] = []
+        for request in self._queue[: self.max_requests]:
+            first = self._done[request.request_id]
+            count = min(len(request.token_ids) - first, left)
+            if count:
+                batch.append((request, first, count))
+                left -= count
+        self._misbehave({request.harvest["invoke"] for request, _, _ in batch})
+        self._take(batch)
+        finished = []
+        for request, first, count in batch:
+            self._done[request.request_id] = first + count
+            if first + count == len(request.token_ids):
+                finished.append(Finished(request_id=request.request_id, token_ids=(0,), finish_reason="length"))
+        ended = {each.request_id for each in finished}
+        self._queue = [request for request in self._queue if request.request_id not in ended]
+        return finished
+
+    def _misbehave(self, invokes: set[int]) -> None:
+        if invokes & self._script.die_on:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while invokes & self._script.hang_on:
+            time.sleep(1)
+        if invokes & self._script.raise_on:
+            raise RuntimeError(f"scripted failure on invokes {sorted(invokes & self._script.raise_on)}")
+
+    def _take(self, batch: list[tuple[Request, int, int]]) -> None:
+        counts = [count for _, _, count in batch]
+        step = StepRows.checked(
+            request_ids=tuple(request.request_id for request, _, _ in batch),
+            starts=np.concatenate([[0], np.cumsum(counts)]),
+            first_positions=np.array([first for _, first, _ in batch]),
+            scheduled={request.request_id: count for request, _, count in batch},
+        )
+        take = self._book.take(step)
+        if take is None:
+            return
+        ids = np.concatenate([request.token_ids[first : first + count] for request, first, count in batch])
+        values: dict[str, NDArray[Any]] = {
+            "tokens/id": ids[take.source_rows].astype(np.int32),
+            "tokens/position": take.positions,
+            "tokens/invoke": take.invokes,
+        }
+        for index, location in enumerate(self._spec.layout.locations):
+            values[location.array] = scripted_rows(take.invokes, take.positions, index, location.width)
+        self._sink.submit(
+            [RowBatch(array=array, rows=ArrayRows(rows), segments=take.segments) for array, rows in values.items()]
+        )
+        self._n_rows += len(take.positions)
+        self._n_steps += 1
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests early."""
+        ended = set(request_ids)
+        self._queue = [request for request in self._queue if request.request_id not in ended]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """The worker methods that the feeder calls, for one rank."""
+        match method:
+            case "harvest_begin_unit":
+                self._sink.open_unit(*arguments)
+                return [None]
+            case "harvest_seal_unit":
+                self._book.forget_unit(*arguments[:2])
+                self._sink.seal(*arguments)
+                return [None]
+            case "harvest_abort_unit":
+                self._book.forget_unit(*arguments)
+                self._sink.abort(*arguments)
+                return [None]
+            case "harvest_poll":
+                state = _State(
+                    pending_bytes=self._sink.pending_bytes,
+                    written_bytes=self._sink.written_bytes,
+                    n_rows=self._n_rows,
+                    n_steps=self._n_steps,
+                )
+                return [(state, self._sink.poll())]
+        raise ValueError(f"no worker method {method}")
+
+    def close(self) -> None:
+        """Stop the sink's threads."""
+        self._sink.close()
+
+
+def _seal(writer: Any, outcomes: Sequence[InvokeOutcome]) -> Any:
+    return writer.seal(
+        expected_rows=sum(outcome.n_rows for outcome in outcomes),
+        invokes=[(outcome.invoke, outcome.n_rows, outcome.status) for outcome in outcomes],
+    )
+
+
+def scripted_rows(
+    invokes: NDArray[np.int64], positions: NDArray[np.int32], location: int, width: int
+) -> NDArray[np.float32]:
+    """Rows [M, width] that name their invoke, position and location."""
+    columns = np.arange(width, dtype=np.float32)
+    key = invokes.astype(np.float64) * 31 + positions * 7 + location * 3 + 1
+    return (np.sin(key)[:, None] + columns / 64).astype(np.float32)
