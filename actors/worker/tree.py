@@ -15,6 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from actors.worker import host_platform  # noqa: F401, before any other module of vLLM is imported
+
+# isort: split
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
