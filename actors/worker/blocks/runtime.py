@@ -24,6 +24,7 @@ from actors.worker.blocks.errors import (
     LocationNotReachedError,
     LoopCut,
     OutOfOrderError,
+    RequestFinishedError,
     SplitPromptError,
 )
 from actors.worker.blocks.modes import BlockModes
@@ -306,11 +307,16 @@ class BlockRuntime:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _visit(self, site: Site) -> Visit:
-        task = self.task()
+        task = self.current
+        if task is None:
+            task = self.task()
         visit = task.visit
         if visit is not None and task.site is site:
             return visit
-        task.check_running()
+        if task.wait is Wait.RESULT:
+            raise RequestFinishedError(
+                "the request has finished, so no further step has this value; read tracer.result last"
+            )
         task.location = site.name
         if site.seen_step == self.step_number:
             raise OutOfOrderError(
@@ -325,8 +331,9 @@ class BlockRuntime:
             if task in site.waiting:
                 site.waiting.remove(task)
             raise
-        assert task.visit is not None
-        return task.visit
+        visit = task.visit
+        assert visit is not None
+        return visit
 
     def serve(self, site: Site, value: Any) -> Any:
         """A module is at `site`: let every block that waits there run; returns what the model goes on with."""
@@ -398,6 +405,7 @@ class BlockRuntime:
         """Around switches to blocks: their modes in place, and this runtime the one that `harvest.save` finds."""
         global _current
         before, _current = _current, self
+        self.watchdog.watch_this_thread()
         try:
             with self.modes:
                 yield

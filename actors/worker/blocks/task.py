@@ -20,7 +20,6 @@ from greenlet import GreenletExit, greenlet
 from actors.worker.blocks.errors import (
     BlockInterrupt,
     BlockTimeoutError,
-    RequestFinishedError,
 )
 from actors.worker.blocks.modes import enter_modes
 from actors.worker.blocks.names import NAMED_NAME, SAVE_NAME
@@ -79,6 +78,7 @@ class BlockTask:
         self._grad = False
         self._inference = False
         self._greenlet = greenlet(self._run)
+        self._engine_side: Any = self._greenlet.parent
         self._greenlet.gr_context = contextvars.copy_context()
 
     @property
@@ -133,23 +133,18 @@ class BlockTask:
 
     def park(self, wait: Wait) -> Any:
         """Yield to the engine until `wait` is over; what the engine sends is returned."""
-        self.close_visit()
+        visit = self.visit
+        if visit is not None:
+            self.visit = None
+            visit.close()
         self.wait = wait
-        parent = self._greenlet.parent
-        assert parent is not None
-        return parent.switch()
+        return self._engine_side.switch()
 
     def close_visit(self) -> None:
         visit = self.visit
         if visit is not None:
             self.visit = None
             visit.close()
-
-    def check_running(self) -> None:
-        if self.step < 0 or self.wait is Wait.RESULT:
-            raise RequestFinishedError(
-                "the request has finished, so no further step has this value; read tracer.result last"
-            )
 
     def mark(self, value: Any) -> Any:
         """`.save()` in a block's own text."""

@@ -52,10 +52,12 @@ class Passage:
     def copy(self, engine: Tensor, start: int, stop: int) -> Tensor:
         """A private copy of rows `start:stop` of a piece of `value`."""
         shares = self._shares
-        if shares is None or engine.shape[:1] != (self.n_rows,) or torch.is_inference_mode_enabled():
+        if shares is None or torch.is_inference_mode_enabled():
             return own_rows(engine, start, stop, self.n_rows).clone()
         parts = shares.get(id(engine))
         if parts is None:
+            if engine.shape[:1] != (self.n_rows,):
+                return own_rows(engine, start, stop, self.n_rows).clone()
             whole = self._shared[id(engine)] = engine[self._first : self._last].clone()
             parts = shares[id(engine)] = whole.unsafe_split(1)
         return parts[start - self._first]
@@ -89,7 +91,7 @@ class Visit:
         self.start = start
         self.stop = stop
         self._write_back = write_back
-        self._copies: dict[int, tuple[Tensor, Tensor, int, torch.Size]] = {}
+        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._replaced: dict[int, tuple[Any, Any]] | None = None
         self._pending: list[tuple[Tensor, Tensor]] | None = None
 
@@ -128,16 +130,27 @@ class Visit:
                 self._fits(part, new, self.passage.name)
                 pending.append((part, new))
         if self._write_back:
-            for engine, copy, version, shape in self._copies.values():
+            for engine, copy, version in self._copies.values():
                 if replaced is not None and id(engine) in replaced:
                     continue
                 # An inference tensor (the block switched that mode on) counts no edits: write it back always.
                 if version == _UNCOUNTED or copy._version != version:
-                    if copy.shape != shape or shape == engine.shape or self.passage.n_vocab is not None:
+                    if not self._surely_fits(engine, copy):
                         self._tensor_fits(engine, copy, self.passage.name)
                     pending.append((engine, copy))
         if pending:
             self._pending = pending
+
+    def _surely_fits(self, engine: Tensor, copy: Tensor) -> bool:
+        """The common case of an edited copy: some of the rows, nothing resized."""
+        shape, whole = copy.shape, engine.shape
+        n_own = self.stop - self.start
+        return (
+            self.passage.n_vocab is None
+            and len(whole) == len(shape) == 2
+            and whole[0] == self.passage.n_rows > n_own == shape[0]
+            and shape[1] == whole[1]
+        )
 
     def _copy(self, engine: Tensor) -> Tensor:
         key = id(engine)
@@ -148,8 +161,7 @@ class Visit:
         if found is not None:
             return found[1]
         copy = self.passage.copy(engine, self.start, self.stop)
-        version = _UNCOUNTED if copy.is_inference() else copy._version
-        self._copies[key] = (engine, copy, version, copy.shape)
+        self._copies[key] = (engine, copy, _UNCOUNTED if copy.is_inference() else copy._version)
         return copy
 
     def _set(self, part: Any, new: Any, replaced: dict[int, tuple[Any, Any]]) -> None:

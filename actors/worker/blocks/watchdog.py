@@ -32,14 +32,18 @@ class Watchdog:
         self._poller: threading.Thread | None = None
         self._closed = threading.Event()
 
+    def watch_this_thread(self) -> None:
+        """Call on the forward thread before blocks run on it."""
+        if self.limit_s is not None:
+            self._thread_id = threading.get_ident()
+            if self._poller is None:
+                self._poller = threading.Thread(target=self._poll, name="harvest-block-watchdog", daemon=True)
+                self._poller.start()
+
     def arm(self) -> None:
-        if self.limit_s is None:
-            return
-        if self._poller is None:
-            self._poller = threading.Thread(target=self._poll, name="harvest-block-watchdog", daemon=True)
-            self._poller.start()
-        self._thread_id = threading.get_ident()
-        self._deadline_s = time.monotonic() + self.limit_s
+        """Call before the engine switches to a block."""
+        if self.limit_s is not None:
+            self._deadline_s = time.monotonic() + self.limit_s
 
     def disarm(self) -> bool:
         """Call when the block has yielded. True when the limit had struck."""
