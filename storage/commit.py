@@ -16,6 +16,7 @@ import json
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,7 @@ from storage.run_folder import RunFolder, staging_folder
 from storage.run_index import RunSummary
 from storage.stats import LocationStatistics
 
+_SYNCS = 8
 ATTEMPTS = 100_000
 """Attempts that one incarnation may number for one unit."""
 
@@ -223,8 +225,9 @@ class Committer:
                 if not resumed or (staged / name).exists():
                     rename(staged / name, self.run.data / name)
                 folders.add((self.run.data / name).parent)
-        for folder in sorted(folders):
-            sync_folder(folder)
+        # Side by side: a file system that is asked for several syncs at once shares the work between them.
+        with ThreadPoolExecutor(min(_SYNCS, len(folders))) as pool:
+            list(pool.map(sync_folder, sorted(folders)))
         data = b""
         units = []
         for receipt in receipts:

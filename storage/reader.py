@@ -1,13 +1,14 @@
 """Reads a run as numpy arrays, straight from the shard files, finished or not.
 
 Rows of committed units are visible, others are an error. Uncompressed chunks that lie one after the other come with
-one `preadv`; opening lists no folder. Safe in forked and threaded readers: it holds no event loop and no lock while
-reading.
+one `preadv`; opening lists no folder. Threads may share a reader, and forked processes may go on
+with it: it has no event loop, no file position, and holds no lock while reading.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,6 +57,7 @@ class StoreReader:
         self.layout: StoreLayout = self.run.layout
         self._state: LedgerState = read_ledger(self.run.ledger)
         self._shards: OrderedDict[tuple[str, int], _Shard] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def locations(self) -> tuple[LocationSpec, ...]:
@@ -149,9 +151,7 @@ class StoreReader:
         raise StorageError(f"There is no invoke {invoke}: the run has invokes 0 to {self.layout.n_invokes - 1}.")
 
     def close(self) -> None:
-        """Close the shard files."""
-        for shard in self._shards.values():
-            shard.close()
+        """Close the shard files; reading again opens them again."""
         self._shards.clear()
         self.run.plan.close()
 
@@ -181,19 +181,21 @@ class StoreReader:
 
     def _shard(self, spec: ArraySpec, number: int) -> _Shard:
         key = (spec.path, number)
-        shard = self._shards.pop(key, None)
-        if shard is None:
-            shard = _Shard(self.run.data / spec.file(number), spec)
-            while len(self._shards) >= _OPEN_SHARDS:
-                self._shards.popitem(last=False)[1].close()
-        self._shards[key] = shard
-        return shard
+        with self._lock:
+            shard = self._shards.pop(key, None)
+            if shard is None:
+                shard = _Shard(self.run.data / spec.file(number), spec)
+                while len(self._shards) >= _OPEN_SHARDS:
+                    self._shards.popitem(last=False)  # closed when the last thread that reads from it lets go
+            self._shards[key] = shard
+            return shard
 
 
 class _Shard:
     """One open shard file with its index."""
 
     def __init__(self, path: Path, spec: ArraySpec) -> None:
+        self._fd = -1
         assert spec.shards is not None
         self.path = path
         self._chunk_rows = spec.chunks[0]
@@ -209,15 +211,12 @@ class _Shard:
         size = os.fstat(self._fd).st_size
         read = pread_into(self._fd, raw, size - len(raw)) if size >= len(raw) else 0
         if read < len(raw) or crc32c(raw[:-4]) != int.from_bytes(raw[-4:].tobytes(), "little"):
-            self.close()
             raise DamagedError(f"{path} is truncated or its index is damaged. Run `harvest verify`.")
         self._index = raw[:-4].view("<u8").reshape(n_chunks, 2)
 
-    def close(self) -> None:
-        """Close the file."""
+    def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
-            self._fd = -1
 
     def read(self, row: int, out: np.ndarray[Any, Any]) -> None:
         """Fill `out` (uint8 [n, row_bytes]) with rows of the shard from `row` on."""

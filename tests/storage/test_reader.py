@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,25 @@ def test_an_unfinished_run_is_read_as_far_as_it_is_committed(folder: Path) -> No
             reader.rows("residual.1", slice(None))
         with pytest.raises(NotCommittedError):
             reader.prompt(SCRIPT.of_unit(0)[0].invoke)
+
+
+def test_threads_share_a_reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer open files than shards in use, so that files are dropped while others read from them."""
+    monkeypatch.setattr("storage.reader._OPEN_SHARDS", 1)
+    reader = StoreReader(finished(folder).path)
+    whole = {array: reader.array(array, slice(None)) for array in reader.layout.arrays}
+
+    def work(seed: int) -> bool:
+        rng = random.Random(seed)
+        for _ in range(60):
+            array, start = rng.choice(sorted(whole)), rng.randrange(700)
+            if reader.array(array, slice(start, start + 60)).tobytes() != whole[array][start : start + 60].tobytes():
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(16)))
+    reader.close()
 
 
 def _read_in_child(path: Path, answers: Any) -> None:
