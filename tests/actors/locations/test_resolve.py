@@ -171,6 +171,25 @@ def test_pairs_that_do_not_add_up_are_recognised(config: type, architecture: str
     assert location.addend is None
 
 
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    ],
+    ids=["awq", "fp8"],
+)
+def test_quantised_weights_change_no_width(quantization: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_config("qwen3", intermediate_size=128)
+    config.quantization_config = quantization
+    config.save_pretrained(tmp_path)
+    tree = build_model_tree(str(tmp_path), max_model_len=64)
+    asked = ["residual.1", "neurons.1", "q.1", "model.layers.0.self_attn.qkv_proj.output[0]", "logits"]
+    for ranks in (1, 2):
+        found = resolve_locations(tree, asked, tp_size=ranks)
+        assert [location.width for location in found] == [64, 128, 128, 256, 160]
+
+
 def test_describe_lists_sides_widths_and_aliases(tmp_path: Path) -> None:
     tiny_config("qwen3").save_pretrained(tmp_path)
     rows = {row.path: row for row in describe_locations(str(tmp_path), max_model_len=64)}
