@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from harvest.blocks.results import BlockResult
     from harvest.blocks.save import save
     from harvest.blocks.vllm import VLLM
+    from harvest.config import load_config
     from harvest.reader import open_run as open
+    from harvest.runs import run
 
 # Names that need torch, vLLM or Ray are looked up when they are used: importing harvest imports none of them.
 _LAZY = {
@@ -19,7 +21,9 @@ _LAZY = {
     "BlockResult": "harvest.blocks.results",
     "attention_pattern": "harvest.blocks.attention",
     "save": "harvest.blocks.save",
-    "open": "harvest.reader",
+    "load_config": "harvest.config",
+    "open": "harvest.reader:open_run",
+    "run": "harvest.runs",
     "BlockError": "harvest.blocks.errors",
     "LoopCutError": "harvest.blocks.errors",
     "LoopCutWarning": "harvest.blocks.errors",
@@ -34,7 +38,9 @@ __all__ = [
     "LoopCutWarning",
     "SourceError",
     "attention_pattern",
+    "load_config",
     "open",
+    "run",
     "save",
 ]
 
@@ -43,7 +49,8 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'harvest' has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    module, _, attribute = module.partition(":")
+    return getattr(importlib.import_module(module), attribute or name)
 
 
 def __dir__() -> list[str]:

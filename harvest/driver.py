@@ -152,6 +152,7 @@ class Driver:
                 stored_bytes=receipt.stored_bytes,
                 engine_s=round(receipt.engine_s, 3),
                 seal_s=round(receipt.seal_s, 3),
+                suspicious=suspicious_rows(receipt.storage),
             )
 
     def _fail(self, engine: str, lease: Lease, error: str, traceback: str) -> None:
@@ -177,6 +178,15 @@ class Driver:
                 pending_bytes=sum(each.pending_bytes for each in stats.values()),
                 engines=len(stats),
             )
+
+
+def suspicious_rows(receipt: UnitReceipt | None) -> dict[str, str]:
+    """Locations of a unit with rows that are not finite or all zero, in words: they are stored, never in silence."""
+    found = {}
+    for location, stats in (receipt.statistics if receipt is not None else {}).items():
+        if stats.nonfinite_rows or stats.zero_rows:
+            found[location] = f"{stats.nonfinite_rows} non-finite, {stats.zero_rows} all-zero of {stats.rows} rows"
+    return found
 
 
 @contextmanager

@@ -66,6 +66,8 @@ class ProgressView:
             case "commit":
                 self._committed += record["n_prompt_tokens"] + record["n_generated_tokens"] - record["n_invokes"]
                 self._show(self._committed)
+                for location, what in record["suspicious"].items():
+                    self._say(f"[yellow]unit {record['unit']}, {location}:[/] {what}")
             case "progress":
                 self._sample(record["n_tokens"], record["written_bytes"])
             case "engine_lost":

@@ -6,6 +6,7 @@ A run folder is resumed only under the content it was planned with; settings tha
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ def summarise(path: Path | str) -> RunSummary:
         engine_s=totals.engine_s,
         n_engine_losses=totals.n_engine_losses,
         n_failed_attempts=totals.n_failed_attempts,
+        suspicious=dict(Counter(location for event in commits for location in event.get("suspicious", {}))),
     )
 
 

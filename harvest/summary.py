@@ -35,6 +35,8 @@ class RunSummary:
     """Wall-clock seconds in which engines served, over all sessions."""
     n_engine_losses: int
     n_failed_attempts: int
+    suspicious: dict[str, int]
+    """Locations with non-finite or all-zero rows, and in how many units."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -104,6 +106,8 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         table.add_row("tokens/s", f"{summary.tokens_per_s:,.0f}")
     if summary.n_engine_losses or summary.n_failed_attempts:
         table.add_row("trouble", f"{summary.n_engine_losses} engines lost, {summary.n_failed_attempts} attempts failed")
+    for location, n_units in summary.suspicious.items():
+        table.add_row("rows to look at", f"{location}: non-finite or all-zero rows in {n_units} units; harvest inspect")
     table.add_row("path", str(summary.path))
     console.print(table)
     if summary.complete:
