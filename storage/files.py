@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,18 @@ def remove_tree(path: Path) -> None:
         remove_tree(child)
     with writing(path, "deleting"):
         os.rmdir(path)
+
+
+def allow_open_files(n_files: int) -> None:
+    """Raise this process's soft limit of open files, within its hard one, so that `n_files` more fit comfortably.
+
+    The soft limit of 1,024 is for programs that use `select`; a unit of many locations and shards has as many files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + 8 * n_files  # several units are in flight, and others open files too
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 _held_locks: set[int] = set()

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from storage.errors import RowError, StorageError
-from storage.files import make_folder
+from storage.files import allow_open_files, make_folder
 from storage.format import ArraySpec, StoreLayout
 from storage.receipt import FileReceipt, InvokeReceipt, UnitReceipt, as_invoke_receipts
 from storage.run_folder import RunFolder, staging_folder
@@ -53,8 +53,10 @@ class UnitWriter:
         self._shard_numbers = layout.shards_of(unit)
         self._shards: dict[str, list[ShardWriter]] = {}
         self._statistics: dict[str, RowStatistics] = {}
+        owned = list(layout.arrays if arrays is None else arrays)
+        allow_open_files(len(owned) * layout.shards_per_unit)
         try:
-            for path in layout.arrays if arrays is None else arrays:
+            for path in owned:
                 self._open(layout.array(path), direct=direct)
         except BaseException:
             self.abort()

@@ -1,8 +1,9 @@
 """What the store costs: `python -m tests.benchmarks.storage [--pairs N] [--mib N] [--only NAME …] [--json PATH]`.
 
 Every ratio is one of rates within interleaved pairs (above 1: the first of its title is faster), as the median with its
-bootstrap 95 % interval; absolute rates depend on the machine and its other users. `cpu` is the same ratio of
-processor seconds, which other users disturb less. A shard is bfloat16 [rows, 4096] in chunks of 64 rows.
+bootstrap 95 % interval; absolute rates depend on the machine and its other users. Where others use
+the machine, look at `best`, the ratio of the second shortest times, and at `cpu`, the ratio of processor seconds. A
+shard is bfloat16 [rows, 4096] in chunks of 64 rows.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ class Ratio:
     low: float
     high: float
     cpu: float
+    best: float
     first_gib_s: float
     pairs: int
 
     def __str__(self) -> str:
         return (
-            f"{self.title:<68} {self.median:6.2f} [{self.low:.2f}, {self.high:.2f}]  cpu {self.cpu:5.2f}"
+            f"{self.title:<68} {self.median:6.2f} [{self.low:.2f}, {self.high:.2f}]"
+            f"  best {self.best:5.2f}  cpu {self.cpu:5.2f}"
             f"  ({self.first_gib_s:.2f} GiB/s, {self.pairs} pairs)"
         )
 
@@ -89,6 +92,7 @@ def compare(
         low=medians[50],
         high=medians[1949],
         cpu=statistics.median(pair[1][1] / max(pair[0][1], 1e-9) for pair in clock),
+        best=sorted(pair[1][0] for pair in clock)[1] / sorted(pair[0][0] for pair in clock)[1],
         first_gib_s=n_bytes / statistics.median(pair[0][0] for pair in clock) / 2**30,
         pairs=pairs,
     )

@@ -148,6 +148,29 @@ def test_clearing_outside_the_unit(writer: UnitWriter) -> None:
         writer.clear("acts/f", 128, 1)
 
 
+def test_many_locations_and_shards_have_room(folder: Path) -> None:
+    """More files than the usual soft limit of open files."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"this process may open {hard} files at most")
+    script = ScriptedRun(
+        n_units=1,
+        rows_per_shard=64,
+        shards_per_unit=16,
+        lengths=(4,),
+        locations=tuple(LocationSpec(name=f"a{i}", path="a", width=2) for i in range(40)),
+    )
+    run = script.create(folder / "run")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        script.finish(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    script.assert_store(run)
+
+
 def test_abort_leaves_nothing(writer: UnitWriter) -> None:
     fill(writer, 5)
     writer.abort()
