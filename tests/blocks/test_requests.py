@@ -330,6 +330,17 @@ def test_many_traces_leave_nothing_behind(model: Any) -> None:
     assert model.engine.count_blocks() == [0]
 
 
+def test_when_vllm_refuses_one_request_none_runs_and_none_is_left(model: Any) -> None:
+    with pytest.raises(Exception, match="maximum context length"), model.trace(max_tokens=1, **GREEDY) as tracer:
+        with tracer.invoke(PROMPTS[0]):
+            kept = (1).save()  # noqa: F841
+        with tracer.invoke([5] * 600):
+            kept = (2).save()  # noqa: F841
+    assert tracer.results == []
+    assert model.engine.count_blocks() == [0]
+    assert len(model.generate(PROMPTS[0], max_tokens=1)) == 1
+
+
 def test_plain_requests_run_beside_blocks(model: Any) -> None:
     from actors.worker.blocks.engine import BlockRequest
 

@@ -22,13 +22,16 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def found(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What `tests.blocks.tp_program` found on one rank and on two."""
-    folder = tmp_path_factory.mktemp("tp")
+    return _run(tiny_qwen3, tmp_path_factory.mktemp("tp"))
+
+
+def _run(model: Path, folder: Path, *options: str) -> dict[int, dict[str, Any]]:
     results = {}
     for ranks in (1, 2):
         path = folder / f"{ranks}.pkl"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         subprocess.run(
-            [sys.executable, "-m", "tests.blocks.tp_program", str(tiny_qwen3), str(ranks), str(path)],
+            [sys.executable, "-m", "tests.blocks.tp_program", str(model), str(ranks), str(path), *options],
             cwd=ROOT,
             check=True,
             env=environment,
@@ -94,3 +97,18 @@ def test_a_block_that_runs_away_costs_the_engine_and_the_next_trace_starts_anoth
     assert found[1]["runaway"] == "BlockError"
     assert found[2]["runaway"] == "EngineReplacedError"
     assert found[2]["after runaway"] == found[1]["after runaway"]
+
+
+def test_experts_of_a_mixture_are_whole_and_writable(tmp_path: Path) -> None:
+    from tests.blocks.test_families import make_reference
+    from tests.tiny_models import train_tokenizer
+
+    train_tokenizer(tmp_path / "model")
+    make_reference("qwen3-moe").save_pretrained(tmp_path / "model")
+    found = _run(tmp_path / "model", tmp_path, "--experts")
+    for one, other in zip(found[1]["values"], found[2]["values"], strict=True):
+        for name in one:
+            assert close(one[name], other[name]), name
+        assert other["experts"].abs().max() > 0
+        assert other["mlp"][-1].abs().max() == 0
+    assert found[2]["left"] == [0, 0]

@@ -38,6 +38,18 @@ def read_all(model: Any) -> dict[str, Any]:
     return found
 
 
+def read_experts(model: Any) -> dict[str, Any]:
+    layer = model.model.layers[1]
+    found = {"mlp input": layer.mlp.input}
+    found["router"] = layer.mlp.gate.output[0].clone()
+    layer.mlp.gate.output[0][:, 2] = float("-inf")
+    found["experts"] = layer.mlp.experts.output.clone()
+    layer.mlp.experts.output[-1] = 0
+    found["mlp"] = layer.mlp.output
+    found["stream"] = sum(model.model.layers[2].output)
+    return found
+
+
 def tokens(model: Any, tracer: Any) -> list[int]:
     return [model.samples.item() for _ in tracer.all()]
 
@@ -97,6 +109,12 @@ def main() -> None:
 
     path, ranks, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     found: dict[str, Any] = {}
+    if "--experts" in sys.argv:
+        with VLLM(path, dtype="float32", max_model_len=256, max_num_seqs=4, tensor_parallel_size=ranks) as model:
+            found["values"] = [result.value for result in model.run(read_experts, PROMPTS, max_tokens=2, **GREEDY)]
+            found["left"] = model.engine.count_blocks()
+        out.write_bytes(pickle.dumps(found))
+        return
     with VLLM(
         path,
         dtype="float32",

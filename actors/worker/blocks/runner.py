@@ -7,6 +7,7 @@ Tested on vLLM 0.32.0. V1 (`v1/worker/gpu_model_runner.py`, used on CPU) compute
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -184,7 +185,9 @@ class BlockWorkerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        options = (self.vllm_config.additional_config or {}).get(CONFIG_KEY, {})
+        config = self.vllm_config.additional_config
+        # A dict in a block engine; another worker that is stacked on this one may have an object there.
+        options = config.get(CONFIG_KEY, {}) if isinstance(config, Mapping) else getattr(config, CONFIG_KEY, None) or {}
         self.model_runner.install_blocks(block_time_limit_s=options.get("block_time_limit_s"))
 
     def shutdown(self) -> None:
