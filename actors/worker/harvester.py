@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from actors.host_rows import ArrayRows
 from actors.protocol import EngineSpec, InvokeOutcome, UnitFailure
 from actors.sink import NullWriter, RowBatch, Sealed, Sink
+from actors.worker import self_test
 from actors.worker.depth import Depth, shorten
 from actors.worker.locations import Location, last_layer_needed, resolve_locations
 from actors.worker.rows import Registration, RowBook, StepTake
+from actors.worker.self_test import SELF_TEST_UNIT, SelfTest
 from actors.worker.step import StepRows
 from actors.worker.taps import TapSet
 from actors.worker.transfer import Transfer
@@ -60,6 +63,8 @@ class Harvester:
         self._book = RowBook()
         self._transfer = Transfer(device)
         self._array_of: dict[str, str] = {}
+        self._locations: tuple[Location, ...] = ()
+        self._self_test = SelfTest()
         self._taps: TapSet | None = None
         self._sink: Sink | None = None
         self._take: StepTake | None = None
@@ -94,6 +99,7 @@ class Harvester:
         )
         dtype = next(model.parameters()).dtype
         self._taps.install(model, device=self._device, dtype=dtype, tp_size=self._tp_size)
+        self._locations = locations
         self._array_of = {loc.name: f"acts/{loc.array}" for loc in owned}
         arrays = list(self._array_of.values())
         if self._rank == 0:
@@ -131,6 +137,31 @@ class Harvester:
             invokes=[(o.invoke, o.n_rows, o.status) for o in outcomes] if self._rank == 0 else (),
         )
 
+    # -- self-test -----------------------------------------------------------------------------------------------
+
+    def _self_test_positions(self) -> list[int]:
+        n_tokens = len(self_test.PROMPTS[0])
+        # Logits exist for the last token of a prompt only.
+        return [n_tokens - 1] if any(x.alias == "logits" for x in self._locations) else list(range(n_tokens))
+
+    def _add_to_self_test(self, take: StepTake, taken: list[tuple[Location, Tensor]], ids: Tensor) -> None:
+        host_ids = ids.cpu().numpy()[take.source_rows]
+        for prompt in np.unique(take.invokes).tolist():
+            mine = np.flatnonzero(take.invokes == prompt)
+            self._self_test.add(
+                prompt,
+                host_ids[mine].tolist(),
+                take.positions[mine].tolist(),
+                {location.name: rows[mine].float().cpu().numpy() for location, rows in taken},
+            )
+
+    def end_self_test(self) -> list[str]:
+        """Problems that the passes of the self-test have shown."""
+        failures = [failure.message for failure in self._failures]
+        self._failures.clear()
+        owned = [location.name for location in self._locations if location.name in self._array_of]
+        return failures or self._self_test.problems(wanted=self._self_test_positions(), names=owned)
+
     # -- a step --------------------------------------------------------------------------------------------------
 
     def register(self, scheduler_output: Any) -> None:
@@ -140,12 +171,15 @@ class Harvester:
             wanted = ((parameters and parameters.extra_args) or {}).get("harvest")
             if wanted is None or new.req_id in self._book:
                 continue
-            positions = self._spec.selection.positions(
-                n_prompt_tokens=wanted["n_prompt"],
-                max_tokens=parameters.max_tokens,
-                invoke=wanted["invoke"],
-                token_ids=new.prompt_token_ids,
-            )
+            if wanted["unit"] == SELF_TEST_UNIT:
+                positions = np.array(self._self_test_positions(), np.int64)
+            else:
+                positions = self._spec.selection.positions(
+                    n_prompt_tokens=wanted["n_prompt"],
+                    max_tokens=parameters.max_tokens,
+                    invoke=wanted["invoke"],
+                    token_ids=new.prompt_token_ids,
+                )
             self._book.register(
                 new.req_id,
                 Registration(
@@ -186,6 +220,9 @@ class Harvester:
             if step_ids is not None:
                 rows.append(step_ids.to(torch.int32))
                 arrays.append("tokens/id")
+            if take.segments[0].unit == SELF_TEST_UNIT:
+                self._add_to_self_test(take, taken, ids)
+                return
             host_rows: list[Any] = list(self._transfer.start(rows))
             if step_ids is not None:
                 host_rows += [ArrayRows(take.positions), ArrayRows(take.invokes)]
@@ -203,7 +240,7 @@ class Harvester:
 
     def _fail_attempts(self, error: Exception) -> None:
         traceback.print_exception(error)
-        for unit, attempt in sorted(self._in_flight):
+        for unit, attempt in sorted(self._in_flight) or [(SELF_TEST_UNIT, 0)]:
             self._failures.append(UnitFailure.of(unit, attempt, error))
             self._book.forget_unit(unit, attempt)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.protocol import EngineSpec
+from actors.worker import self_test
 
 # Argument -> why it is refused when it is set to something that is true.
 _REFUSED_ARGUMENTS = {
@@ -129,7 +130,22 @@ class Llm:
         scheduler = self._engine.vllm_config.scheduler_config
         self.max_requests: int = scheduler.max_num_seqs
         self.max_step_tokens: int = scheduler.max_num_batched_tokens
+        self._test_taps()
         self.compute_dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
+
+    def _test_taps(self) -> None:
+        for harvest, ids in zip(self_test.requests_of(len(self_test.PROMPTS[0])), self_test.PROMPTS, strict=True):
+            self.add(
+                Request(request_id=f"self-test.{harvest['invoke']}", token_ids=list(ids), max_tokens=1, harvest=harvest)
+            )
+            while self.busy:
+                self.step()
+        problems = [problem for rank in self.call("harvest_end_self_test") for problem in rank]
+        if problems:
+            import vllm
+
+            self.close()
+            raise self_test.SelfTestError(self_test.explain(problems, vllm.__version__))
 
     def add(self, request: Request) -> None:
         """Queue a request."""

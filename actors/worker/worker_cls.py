@@ -71,6 +71,11 @@ class HarvestWorkerMixin:
         """See Harvester.abort_unit."""
         self.harvester.abort_unit(unit, attempt)
 
+    def harvest_end_self_test(self) -> list[str]:
+        """See Harvester.end_self_test."""
+        self.harvester.end_step()
+        return self.harvester.end_self_test()
+
     def harvest_poll(self) -> Any:
         """See Harvester.poll."""
         return self.harvester.poll()
