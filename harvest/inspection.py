@@ -69,8 +69,11 @@ def print_locations(console: Console, model: str) -> None:
     from harvest.errors import ModelError
     from harvest.models import resolve_model
 
+    # A folder with no more than a config has locations too, though it is no model that could be run.
+    folder = Path(model).expanduser()
+    named = str(folder) if (folder / "config.json").is_file() else resolve_model(model)
     try:
-        rows: list[dict[str, Any]] = describe_model(resolve_model(model))
+        rows: list[dict[str, Any]] = describe_model(named)
     except ProbeError as error:
         raise ModelError(str(error)) from error
     table = Table("module", "class", "locations", "aliases")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from actors.location_errors import UnknownLocation
-from actors.locations_probe import ProbeError, describe_model, probe_locations
+from actors.locations_probe import ProbeError, probe_locations
+from harvest.inspection import print_locations
 from tests.actors.locations.tiny import tiny_config
 
 
@@ -47,8 +50,12 @@ def test_a_model_that_vllm_cannot_build_is_told_with_vllms_words(tmp_path: Path)
         probe_locations(str(tmp_path), ["embed"])
 
 
-def test_the_table_of_a_model(model: str) -> None:
-    rows = {row["module"]: row for row in describe_model(model)}
-    assert rows["model.norm"]["aliases"] == "final_norm"
-    assert rows["model.layers.0.mlp"]["locations"] == "output 64, inputs[0][0] 64"
-    assert rows["model.layers.0.mlp"]["class"] == "Qwen2MLP"
+def test_the_table_of_a_model_needs_its_config_only(model: str) -> None:
+    """What `harvest locations` prints."""
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_locations(console, model)
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.export_text().splitlines()]
+    rows = {cells[0]: cells[1:] for cells in lines if len(cells) == 4}
+    assert rows["model.norm"][2] == "final_norm"
+    assert rows["model.layers.0.mlp"] == ["Qwen2MLP", "output 64, inputs[0][0] 64", "mlp_in.0, mlp_out.0"]
+    assert rows["lm_head"][1] == "not called in a pass"
