@@ -29,7 +29,8 @@ class CompiledBody:
 
     def __init__(self, body: WithBody) -> None:
         _refuse_unsupported(body)
-        module = ast.Module(body=[_Rewriter().visit(copy.deepcopy(item)) for item in body.body], type_ignores=[])
+        rewriter = _Rewriter(body.class_name)
+        module = ast.Module(body=[rewriter.visit(copy.deepcopy(item)) for item in body.body], type_ignores=[])
         # A `with` inside becomes two statements in places; flatten what the rewriter nested.
         module.body = _flatten(module.body)
         ast.fix_missing_locations(module)
@@ -73,6 +74,29 @@ def _names_read(code: CodeType) -> set[str]:
 class _Rewriter(ast.NodeTransformer):
     """`x.save()` -> SAVE(x); an assignment whose value may be saved is followed by NAMED(name, value)."""
 
+    def __init__(self, class_name: str | None) -> None:
+        self._class_name = (class_name or "").lstrip("_")
+
+    def _mangled(self, name: str) -> str:
+        private = name.startswith("__") and not name.endswith("__") and "." not in name
+        return f"_{self._class_name}{name}" if private and self._class_name else name
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        node.attr = self._mangled(node.attr)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        node.id = self._mangled(node.id)
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        # A class in the body mangles by itself.
+        outer, self._class_name = self._class_name, ""
+        self.generic_visit(node)
+        self._class_name = outer
+        return node
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         function = node.func
@@ -81,9 +105,9 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_Assign(self, node: ast.Assign) -> Any:
-        targets = [target.id for target in node.targets if isinstance(target, ast.Name)]
         may_save = _may_save(node.value)
         self.generic_visit(node)
+        targets = [target.id for target in node.targets if isinstance(target, ast.Name)]
         return _Several([node, *(_note(name, node) for name in targets)]) if may_save and targets else node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
@@ -99,9 +123,9 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(call, ast.Call) and _may_save(call):
             function = call.func
             if isinstance(function, ast.Attribute) and not call.args and isinstance(function.value, ast.Name):
-                saved = function.value.id
+                saved = self._mangled(function.value.id)
             elif len(call.args) == 1 and isinstance(call.args[0], ast.Name):
-                saved = call.args[0].id
+                saved = self._mangled(call.args[0].id)
         self.generic_visit(node)
         return _Several([node, _note(saved, node)]) if saved is not None else node
 

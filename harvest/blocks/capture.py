@@ -45,6 +45,8 @@ class WithBody:
     """Where its first statement that does something begins; None without one."""
     text: str
     """The body as written."""
+    class_name: str | None
+    """The class around it, in which Python mangles private names."""
     future_flags: int
     """`from __future__` imports of its file, as flags for `compile`."""
 
@@ -73,7 +75,7 @@ def _find_body(code: CodeType, instruction: int, filename: str, lines: tuple[str
             for index, item in enumerate(node.items):
                 expression = item.context_expr
                 if (expression.lineno, expression.col_offset) == place:
-                    return _body_of(code, node, index, filename, lines)
+                    return _body_of(code, node, index, filename, lines, _class_around(tree, node))
     line = code.co_firstlineno if entering is None else entering[0]
     raise SourceError(
         f"{filename}:{line}: there is no `with` statement here in the source; a block must be entered by a `with` "
@@ -82,7 +84,12 @@ def _find_body(code: CodeType, instruction: int, filename: str, lines: tuple[str
 
 
 def _body_of(
-    code: CodeType, node: ast.With | ast.AsyncWith, index: int, filename: str, lines: tuple[str, ...]
+    code: CodeType,
+    node: ast.With | ast.AsyncWith,
+    index: int,
+    filename: str,
+    lines: tuple[str, ...],
+    class_name: str | None,
 ) -> WithBody:
     if isinstance(node, ast.AsyncWith):
         raise SourceError(f"{filename}:{node.lineno}: a block is entered by `with`, not by `async with`")
@@ -105,8 +112,29 @@ def _body_of(
     text = "".join(lines[begin[0] - 1 : last.end_lineno])
     _check_is_running(code, body, filename)
     return WithBody(
-        filename=filename, body=tuple(body), first=first, text=text, future_flags=code.co_flags & _FUTURE_FLAGS
+        filename=filename,
+        body=tuple(body),
+        first=first,
+        text=text,
+        class_name=class_name,
+        future_flags=code.co_flags & _FUTURE_FLAGS,
     )
+
+
+def _class_around(tree: ast.Module, target: ast.AST) -> str | None:
+    """The innermost class that holds `target`."""
+
+    def search(node: ast.AST, name: str | None) -> tuple[bool, str | None]:
+        if node is target:
+            return True, name
+        inner = node.name if isinstance(node, ast.ClassDef) else name
+        for child in ast.iter_child_nodes(node):
+            found, around = search(child, inner)
+            if found:
+                return True, around
+        return False, None
+
+    return search(tree, None)[1]
 
 
 def is_idle(statement: ast.stmt) -> bool:

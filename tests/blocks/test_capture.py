@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import bdb
 import contextlib
 import importlib.util
@@ -71,6 +72,31 @@ def test_in_a_method() -> None:
             return kept
 
     assert Owner().go() == [4]
+
+
+def test_private_names_of_a_class() -> None:
+    class _Owner:
+        __factor = 3
+
+        def __init__(self) -> None:
+            self.__number = 4
+
+        def go(self) -> list[int]:
+            __local = 1
+            with Recorder():
+                __kept = [self.__number * _Owner.__factor + __local].save()
+            return __kept
+
+    assert _Owner().go() == [13]
+
+
+def test_in_a_coroutine() -> None:
+    async def go() -> list[bool]:
+        with Recorder():
+            kept = [APART].save()
+        return kept
+
+    assert asyncio.run(go()) == [True]
 
 
 def test_in_a_class_body() -> None:

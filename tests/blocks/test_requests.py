@@ -333,7 +333,7 @@ def test_many_traces_leave_nothing_behind(model: Any) -> None:
 def test_when_vllm_refuses_one_request_none_runs_and_none_is_left(model: Any) -> None:
     with pytest.raises(Exception, match="maximum context length"), model.trace(max_tokens=1, **GREEDY) as tracer:
         with tracer.invoke(PROMPTS[0]):
-            kept = (1).save()  # noqa: F841
+            kept = (1).save()
         with tracer.invoke([5] * 600):
             kept = (2).save()  # noqa: F841
     assert tracer.results == []
