@@ -26,6 +26,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, list[t
     promises: list[tuple[int, set[int]]] = []
     with recorder.recording():
         run = SCRIPT.create(path)
+        promises.append((len(recorder.operations), set()))
         with Committer.open(run) as committer:
             committer.publish([SCRIPT.attempt(run, 0, committer.next_attempt(0))])
             promises.append((len(recorder.operations), {0}))
@@ -62,6 +63,18 @@ def test_recorder_sees_every_byte(recorded: tuple[Recorder, list[tuple[int, set[
     real = {p.relative_to(recorder.root): p.read_bytes() for p in recorder.root.rglob("*") if p.is_file()}
     replayed = {p.relative_to(folder / "state"): p.read_bytes() for p in (folder / "state").rglob("*") if p.is_file()}
     assert replayed == real
+
+
+def test_crash_states_at_the_end_of_creation(
+    recorded: tuple[Recorder, list[tuple[int, set[int]]]], folder: Path
+) -> None:
+    """The folder is a run or can become one in every state, also where `run.json` and the marker change places."""
+    made = recorded[1][0][0]
+    for end in range(made - 3, made + 1):
+        for seed in range(12):
+            target = folder / "state"
+            check_state(recorded, end, seed, target)
+            shutil.rmtree(target)
 
 
 def test_crash_states_of_a_sample(recorded: tuple[Recorder, list[tuple[int, set[int]]]], folder: Path) -> None:
