@@ -34,6 +34,23 @@ def test_read_follows_the_runners_order() -> None:
     assert [outcome.value[0, 0].item() for outcome in outcomes] == [1, 101, 201]
 
 
+def test_padding_behind_the_rows_is_nobodys() -> None:
+    def block(model: Any, tracer: Any) -> Any:
+        kept = []
+        for _ in tracer.all():
+            kept.append(model.layers[0].inner.output)
+            model.layers[1].inner.output[:] = 3
+        return kept
+
+    requests = [ToyRequest(block, n_prompt=n, n_steps=2) for n in (2, 1, 1, 1, 1)]
+    outcomes = ToyEngine().run(*requests, n_padding=3)
+    for number, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
+        n = request.n_prompt
+        assert torch.equal(outcome.value[0], rows([100 * number + position for position in range(n)]))
+        assert torch.equal(outcome.value[1], rows([100 * number + n]))
+        assert torch.equal(request.seen[1], rows([3 + 2 + 3]))
+
+
 def test_many_one_row_requests_share_one_copy_and_no_memory() -> None:
     def block(model: Any, tracer: Any) -> Any:
         kept = []

@@ -78,7 +78,7 @@ class ToyEngine:
         self.model = model or ToyModel()
         self.runtime = BlockRuntime(self.model, device=torch.device("cpu"), **runtime)
 
-    def run(self, *requests: ToyRequest, order: Sequence[int] | None = None) -> list[BlockOutcome]:
+    def run(self, *requests: ToyRequest, order: Sequence[int] | None = None, n_padding: int = 0) -> list[BlockOutcome]:
         for number, request in enumerate(requests):
             code = BlockCode(
                 code=None, function=request.block, names={}, filename=request.block.__code__.co_filename, source=""
@@ -89,7 +89,7 @@ class ToyEngine:
         while len(outcomes) < len(requests):
             running = [number for number in order or range(len(requests)) if number not in outcomes]
             with torch.inference_mode():
-                ended = self._step(requests, running, step)
+                ended = self._step(requests, running, step, n_padding)
             for number in running:
                 if step + 1 >= requests[number].n_steps or f"r{number}" in ended:
                     outcomes[number] = self._finish(number)
@@ -97,7 +97,7 @@ class ToyEngine:
         assert self.runtime.n_tasks == 0
         return [outcomes[number] for number in range(len(requests))]
 
-    def _step(self, requests: Sequence[ToyRequest], running: list[int], step: int) -> set[str]:
+    def _step(self, requests: Sequence[ToyRequest], running: list[int], step: int, n_padding: int) -> set[str]:
         counts = [requests[number].n_prompt if step == 0 else 1 for number in running]
         firsts = [0 if step == 0 else requests[number].n_prompt + step - 1 for number in running]
         starts = np.concatenate([[0], np.cumsum(counts)])
@@ -107,7 +107,9 @@ class ToyEngine:
         positions = torch.cat([torch.arange(first, first + n) for first, n in zip(firsts, counts, strict=True)])
         owners = torch.cat([torch.full((n,), 100.0 * number) for number, n in zip(running, counts, strict=True)])
         hidden = (owners + positions)[:, None].expand(-1, WIDTH).clone()
-        self.runtime.begin_step(rows)
+        hidden = torch.cat([hidden, torch.full((n_padding, WIDTH), torch.nan)])
+        positions = torch.cat([positions, torch.full((n_padding,), -1)])
+        self.runtime.begin_step(rows, n_padded_rows=len(hidden) if n_padding else None)
         hidden = self.model(hidden, positions)
         self.runtime.end_forward()
         logits = torch.zeros(len(running), VOCAB)

@@ -100,7 +100,8 @@ class BlocksV1Mixin(_BlocksMixin):
         if blocks is None:
             return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         rows, self._block_rows = self._block_rows, None
-        blocks.begin_step(rows)
+        positions = kwargs.get("positions")
+        blocks.begin_step(rows, n_padded_rows=None if positions is None else positions.shape[-1])
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         blocks.end_forward()
         return output
@@ -135,7 +136,8 @@ class BlocksV2Mixin(_BlocksMixin):
                     starts=batch.query_start_loc_np[: batch.num_reqs + 1],
                     first_positions=batch.num_computed_tokens_np[: batch.num_reqs],
                     scheduled=scheduler_output.num_scheduled_tokens,
-                )
+                ),
+                n_padded_rows=batch.num_tokens_after_padding,
             )
         return batch
 

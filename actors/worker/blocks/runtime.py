@@ -106,15 +106,20 @@ class BlockRuntime:
         """Take on a request's block, as it came in `extra_args[EXTRA_ARGS_KEY]`."""
         self._tasks[request_id] = BlockTask(self, request_id, block["key"], block["payload"], block)
 
-    def begin_step(self, rows: StepRows | None) -> None:
-        """Before the forward pass; None for a pass without requests (profiling)."""
+    def begin_step(self, rows: StepRows | None, *, n_padded_rows: int | None = None) -> None:
+        """Before the forward pass.
+
+        Args:
+            rows: who owns which rows; None for a pass without requests (profiling).
+            n_padded_rows: rows of the pass's tensors, when there is padding behind the requests' rows.
+        """
         self.step_number += 1
         self._live = []
         self._sampling = False
         self.active = False
         if rows is None or not self._tasks:
             return
-        self._n_rows = rows.n_rows
+        self._n_rows = rows.n_rows if n_padded_rows is None else n_padded_rows
         self._n_requests = len(rows.request_ids)
         starts = rows.starts.tolist()
         due: list[tuple[BlockTask, BaseException | None]] = []
