@@ -71,6 +71,7 @@ class ScriptedLlm:
             seal_writer=_seal,
             arrays=list(spec.layout.arrays),
             threads=spec.writer_threads,
+            join_bytes=spec.ring_bytes // 8,
         )
 
     @property

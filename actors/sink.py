@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from actors.host_rows import HostRows
 from actors.protocol import InvokeOutcome, UnitFailure
+from actors.row_joiner import MAX_WAITING_ROWS, SMALL_ROWS, RowJoiner
 from actors.worker.rows import Segment
 
 
@@ -63,6 +64,7 @@ class _Attempt:
     error: BaseException | None = None
     idle: threading.Condition = field(default_factory=threading.Condition)
     rows_by_array: dict[str, int] = field(default_factory=dict)
+    joiners: dict[str, RowJoiner] = field(default_factory=dict)
 
 
 class Sink:
@@ -73,6 +75,7 @@ class Sink:
         seal_writer: seals a writer with its outcomes and returns the receipt.
         arrays: the arrays this sink is responsible for.
         threads: writer threads.
+        join_bytes: bytes of small pieces that may wait for their neighbours.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Sink:
         seal_writer: Callable[[UnitWriterLike, Sequence[InvokeOutcome]], Any],
         arrays: Sequence[str],
         threads: int,
+        join_bytes: int = 64 << 20,
     ) -> None:
         self._open_writer = open_writer
         self._seal_writer = seal_writer
@@ -92,6 +96,8 @@ class Sink:
         self._sealers = ThreadPoolExecutor(2, thread_name_prefix="harvest-sealer")
         self._done: deque[Sealed | UnitFailure] = deque()
         self._pending_bytes = 0
+        self._waiting_bytes = 0
+        self._join_bytes = join_bytes
         self._bytes_lock = threading.Lock()
         self.written_bytes = 0
         self.write_s = 0.0
@@ -99,7 +105,7 @@ class Sink:
     @property
     def pending_bytes(self) -> int:
         """Host bytes submitted and not yet written."""
-        return self._pending_bytes
+        return self._pending_bytes + self._waiting_bytes
 
     def open_unit(self, unit: int, attempt: int) -> None:
         """Begin an attempt."""
@@ -131,7 +137,10 @@ class Sink:
                     continue
                 data = rows[segment.begin : segment.begin + segment.count]
                 try:
-                    attempt.writer.write(batch.array, segment.unit_row, data)
+                    if segment.count < SMALL_ROWS:
+                        self._join(attempt, batch.array, segment.unit_row, data)
+                    else:
+                        attempt.writer.write(batch.array, segment.unit_row, data)
                 except Exception as error:
                     attempt.error = error
                     continue
@@ -151,9 +160,29 @@ class Sink:
                     attempt.pending -= 1
                     attempt.idle.notify_all()
 
+    def _join(self, attempt: _Attempt, array: str, row: int, data: NDArray[Any]) -> None:
+        with attempt.lock:
+            joiner = attempt.joiners.setdefault(array, RowJoiner())
+            joiner.add(row, data)
+            self._count_waiting(data.nbytes)
+            if joiner.n_rows < MAX_WAITING_ROWS and self._waiting_bytes < self._join_bytes:
+                return
+            self._flush(attempt, array, joiner)
+
+    def _flush(self, attempt: _Attempt, array: str, joiner: RowJoiner) -> None:
+        self._count_waiting(-joiner.n_bytes)
+        for row, run in joiner.drain():
+            attempt.writer.write(array, row, run)
+
+    def _count_waiting(self, n_bytes: int) -> None:
+        with self._bytes_lock:
+            self._waiting_bytes += n_bytes
+
     def seal(self, unit: int, attempt: int, outcomes: Sequence[InvokeOutcome]) -> None:
         """Begin to seal: returns at once, the result comes through `poll`."""
-        state = self._attempts[unit, attempt]
+        state = self._attempts.get((unit, attempt))
+        if state is None or state.sealing:
+            return  # it has failed, and its failure is with, or on the way to, `poll`
         state.sealing = True
         self._sealers.submit(self._seal, unit, attempt, state, tuple(outcomes))
 
@@ -163,6 +192,8 @@ class Sink:
                 state.idle.wait_for(lambda: state.pending == 0)
             if state.error is not None:
                 raise state.error
+            for array, joiner in state.joiners.items():
+                self._flush(state, array, joiner)
             surplus = self._give_back_surplus(state, outcomes)
             self._check_complete(unit, state, outcomes, surplus)
             receipt = self._seal_writer(state.writer, outcomes)
@@ -208,18 +239,28 @@ class Sink:
 
     def _finish(self, unit: int, attempt: int, state: _Attempt) -> None:
         self._attempts.pop((unit, attempt), None)
+        for joiner in state.joiners.values():
+            self._count_waiting(-joiner.n_bytes)
+        state.joiners.clear()
         state.writer.abort()
+
+    def _fail(self, unit: int, attempt: int, state: _Attempt) -> None:
+        """Drop an attempt whose writer failed, once no thread is inside that writer any more."""
+        with state.idle:
+            state.idle.wait_for(lambda: state.pending == 0)
+        self._finish(unit, attempt, state)
+        assert state.error is not None
+        self._done.append(UnitFailure.of(unit, attempt, state.error))
 
     def poll(self) -> list[Sealed | UnitFailure]:
         """Seals and failures since the last call."""
-        results = []
-        while self._done:
-            results.append(self._done.popleft())
         for key, state in list(self._attempts.items()):
             if state.error is not None and not state.sealing:
                 state.sealing = True
-                self._finish(*key, state)
-                results.append(UnitFailure.of(*key, state.error))
+                self._sealers.submit(self._fail, *key, state)
+        results = []
+        while self._done:
+            results.append(self._done.popleft())
         return results
 
     def close(self) -> None:

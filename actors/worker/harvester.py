@@ -109,6 +109,7 @@ class Harvester:
             seal_writer=self._seal_writer,
             arrays=arrays,
             threads=spec.writer_threads,
+            join_bytes=spec.ring_bytes // 8,
         )
 
     def _check_layout(self, locations: Sequence[Location]) -> None:

@@ -94,7 +94,7 @@ def test_a_tap_that_does_not_fire_fails_its_unit_by_name(prompts, tmp_path):
     run = make_run(tmp_path / "run", prompts, LOCATIONS, n_units=2)
     feeder, llm, stop = start(run)
     submit = llm._sink.submit
-    dropped = []
+    dropped: list[str] = []
 
     def lose_one(batches):
         if not dropped:

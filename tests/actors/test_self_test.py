@@ -19,7 +19,7 @@ def locations(tiny_qwen3):
 
 
 def test_rows_that_do_not_change_with_the_prompt_are_refused(tiny_qwen3, locations, tmp_path, monkeypatch):
-    first = {}
+    first: dict[str, object] = {}
 
     def stale(self, x, residual, location=None):
         rows = take(self, x, residual, location)
