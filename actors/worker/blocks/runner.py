@@ -1,8 +1,9 @@
-"""Mixins that drive a :class:`BlockRuntime` from vLLM's model runners, and the scheduler that goes with them.
+"""Mixins that drive a :class:`BlockRuntime` from vLLM's model runners and answer for its blocks by RPC.
 
-Tested on vLLM 0.32.0. V1 (`v1/worker/gpu_model_runner.py`, used on CPU) computes logits at the end of
-``execute_model`` and samples in ``sample_tokens``; V2 (`v1/worker/gpu/model_runner.py`, the GPU default) does both in
-``sample``. What a step's ended blocks are called travels to the scheduler as an attribute of ``ModelRunnerOutput``.
+Written against vLLM 0.32.0; V1 is tested on CPU, V2 needs a GPU (tests/blocks/test_gpu.py). V1
+(`v1/worker/gpu_model_runner.py`) computes logits at the end of ``execute_model`` and samples in ``sample_tokens``; V2
+(`v1/worker/gpu/model_runner.py`, the GPU default) does both in ``sample``. Which requests' blocks have ended travels to
+the scheduler as an attribute of ``ModelRunnerOutput``.
 """
 
 from __future__ import annotations
