@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from actors.feeder import Feeder, LlmLike, PlannedInvoke
+from actors.feeder import Feeder, LlmLike, PlannedInvoke, read_planned
 from actors.origin import check_origin
 from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
 from storage.plan_files import PlanReader
@@ -69,16 +69,7 @@ class EngineActor:
             _end_process()
 
     def _read_unit(self, unit: int) -> Iterator[PlannedInvoke]:
-        layout = self._spec.layout
-        for row in self._plan.read_unit(unit).to_pylist():
-            yield PlannedInvoke(
-                invoke=row["invoke"],
-                unit_row=row["row_start"] - unit * layout.unit_rows,
-                n_rows=row["n_rows"],
-                max_tokens=row["max_tokens"],
-                truncated=row["truncated"],
-                token_ids=row["token_ids"],
-            )
+        return read_planned(self._plan, unit, unit_rows=self._spec.layout.unit_rows)
 
     async def run_unit(self, lease: Lease) -> Receipt | UnitFailure:
         """Harvest one unit into its attempt's staged files and seal them."""

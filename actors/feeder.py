@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ import numpy as np
 
 from actors.protocol import EngineSpec, EngineStats, InvokeOutcome, Lease, Receipt, UnitFailure
 from actors.worker.llm import Finished, Request
+from storage.plan_files import PlanReader
 from storage.unit_writer import UnitReceipt
 
 # Requests waiting in the engine beyond those that run: enough that a step is never short, few enough to stay cheap.
@@ -47,6 +48,19 @@ class PlannedInvoke:
     token_ids: list[int]
     truncated: bool = False
     """The prompt was cut to the model's length."""
+
+
+def read_planned(plan: PlanReader, unit: int, *, unit_rows: int) -> Iterator[PlannedInvoke]:
+    """The invokes of a unit of a plan whose units have `unit_rows` rows."""
+    for row in plan.read_unit(unit).to_pylist():
+        yield PlannedInvoke(
+            invoke=row["invoke"],
+            unit_row=row["row_start"] - unit * unit_rows,
+            n_rows=row["n_rows"],
+            max_tokens=row["max_tokens"],
+            token_ids=row["token_ids"],
+            truncated=row["truncated"],
+        )
 
 
 class LlmLike(Protocol):

@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +99,6 @@ class Sink:
         self._join_bytes = join_bytes
         self._bytes_lock = threading.Lock()
         self.written_bytes = 0
-        self.write_s = 0.0
 
     @property
     def pending_bytes(self) -> int:
@@ -130,7 +128,6 @@ class Sink:
         attempts = {key: self._attempts[key] for key in keys if key in self._attempts}
         try:
             rows = batch.rows.wait()
-            begun = time.perf_counter()
             for segment in batch.segments:
                 attempt = attempts.get((segment.unit, segment.attempt))
                 if attempt is None or attempt.error is not None:
@@ -147,7 +144,6 @@ class Sink:
                 with attempt.lock:
                     counts = attempt.rows_by_array
                     counts[batch.array] = counts.get(batch.array, 0) + segment.count
-            self.write_s += time.perf_counter() - begun
         except Exception as error:
             for attempt in attempts.values():
                 attempt.error = attempt.error or error

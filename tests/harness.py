@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 
-from actors.feeder import Feeder, PlannedInvoke
+from actors.feeder import Feeder, read_planned
 from actors.protocol import EngineSpec, Lease, UnitFailure
 from actors.selection import Selection
 from actors.worker.llm import Llm
@@ -95,15 +96,7 @@ def engine(
     )
     llm = Llm(spec)
 
-    def read_unit(unit: int) -> Iterator[PlannedInvoke]:
-        for row in run.plan.read_unit(unit).to_pylist():
-            yield PlannedInvoke(
-                invoke=row["invoke"],
-                unit_row=row["row_start"] - unit * run.layout.unit_rows,
-                n_rows=row["n_rows"],
-                max_tokens=row["max_tokens"],
-                token_ids=row["token_ids"],
-            )
+    read_unit = partial(read_planned, run.plan, unit_rows=run.layout.unit_rows)
 
     feeder = Feeder(llm, spec, read_unit)
     broken: list[BaseException] = []

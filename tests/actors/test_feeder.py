@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from actors.fake_engine import Script, ScriptedLlm, scripted_rows
-from actors.feeder import Feeder, PlannedInvoke
+from actors.feeder import Feeder, read_planned
 from actors.protocol import EngineSpec, Lease, UnitFailure
 from actors.selection import Selection
 from storage.commit import Committer
@@ -40,15 +41,7 @@ def start(run, script=None, **changes):
     )
     llm = ScriptedLlm(spec, script or Script())
 
-    def read_unit(unit):
-        for row in run.plan.read_unit(unit).to_pylist():
-            yield PlannedInvoke(
-                invoke=row["invoke"],
-                unit_row=row["row_start"] - unit * run.layout.unit_rows,
-                n_rows=row["n_rows"],
-                max_tokens=row["max_tokens"],
-                token_ids=row["token_ids"],
-            )
+    read_unit = partial(read_planned, run.plan, unit_rows=run.layout.unit_rows)
 
     feeder = Feeder(llm, spec, read_unit)
     errors = []

@@ -23,7 +23,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def rates(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
 
 def run_ours(options: argparse.Namespace) -> None:
     """The product: a planned run through the feeder, taps and sink."""
-    from actors.feeder import Feeder, PlannedInvoke
+    from actors.feeder import Feeder, read_planned
     from actors.protocol import EngineSpec
     from actors.selection import Selection
     from actors.worker.llm import Llm
@@ -229,15 +230,7 @@ def run_ours(options: argparse.Namespace) -> None:
     llm.call(scale_weights)  # type: ignore[arg-type]
     start_s = time.monotonic() - begun
 
-    def read_unit(unit: int) -> Iterator[PlannedInvoke]:
-        for row in run.plan.read_unit(unit).to_pylist():
-            yield PlannedInvoke(
-                invoke=row["invoke"],
-                unit_row=row["row_start"] - unit * run.layout.unit_rows,
-                n_rows=row["n_rows"],
-                max_tokens=row["max_tokens"],
-                token_ids=row["token_ids"],
-            )
+    read_unit = partial(read_planned, run.plan, unit_rows=run.layout.unit_rows)
 
     feeder = Feeder(llm, spec, read_unit)
     threading.Thread(target=feeder.run, daemon=True).start()
