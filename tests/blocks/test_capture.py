@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import bdb
 import contextlib
 import importlib.util
 import linecache
@@ -247,45 +246,11 @@ def test_errors_of_the_body_carry_its_line() -> None:
         raise AssertionError("no error")
 
 
-def test_what_traced_before_is_put_back() -> None:
-    events: list[str] = []
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code.co_name == "traced":
-            events.append(event)
-        return trace
-
-    def traced() -> list[bool]:
-        with Recorder():
-            kept = [APART].save()
-        return kept
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        kept = traced()
-        assert sys.gettrace() is trace
-    finally:
-        sys.settrace(before)
-    assert kept == [True]
-    assert events[-1] == "return"
-
-
-def test_under_a_debugger() -> None:
-    class Stepper(bdb.Bdb):
-        def user_line(self, frame: Any) -> None:
-            self.set_step()
-
-    def debugged() -> list[bool]:
-        with Recorder():
-            kept = [APART].save()
-        return kept
-
-    before = sys.gettrace()
-    try:
-        assert Stepper().runcall(debugged) == [True]
-    finally:
-        sys.settrace(before)
+def test_under_a_tracer_and_a_debugger() -> None:
+    # In a process of its own: what other tests have left running must not be traced.
+    code = "from tests.blocks.traced import *; check_that_a_tracer_is_put_back(); check_a_debugger()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_refused_statements_name_their_line() -> None:
