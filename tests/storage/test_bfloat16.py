@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,20 @@ def test_what_cannot_be_right_is_refused() -> None:
 def test_zarr_finds_it_by_name() -> None:
     assert type(data_type_registry.match_json("bfloat16", zarr_format=3)) is BFloat16
     assert type(data_type_registry.match_dtype(NATIVE)) is BFloat16
+
+
+def test_a_fresh_process_opens_a_store_without_importing_us(tmp_path):
+    """As users do: `zarr.open`, nothing else; the installed entry points bring the data type."""
+    from tests.chaos.drive import make_scripted_run
+
+    layout = make_scripted_run(tmp_path / "run", n_prompts=2, n_units=1).layout
+    spec = next(iter(layout.arrays.values()))
+    folder = tmp_path / "store.zarr" / spec.path
+    folder.mkdir(parents=True)
+    (tmp_path / "store.zarr" / "zarr.json").write_bytes(b'{"zarr_format": 3, "node_type": "group", "attributes": {}}')
+    document = spec.document().replace(b'"float32"', b'"bfloat16"')
+    (folder / "zarr.json").write_bytes(document)
+    code = f"import zarr; print(zarr.open({str(tmp_path / 'store.zarr')!r}, mode='r')[{spec.path!r}][:1].dtype)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "bfloat16"
