@@ -161,8 +161,6 @@ class GenerationConfig(Section):
     """Stop strings."""
     seed: int | None = None
     """Seed of the sampler; each invoke derives its own."""
-    logprobs: bool = False
-    """Store the log probability of each generated token beside its row."""
 
     @property
     def exact_length(self) -> bool:
@@ -227,8 +225,6 @@ class EngineConfig(Section):
     """CPUs that Ray reserves for one engine."""
     units_in_flight: int = Field(default=2, gt=0)
     """Units leased to one engine at a time, so that it computes while another unit is sealed."""
-    start_timeout_s: float = Field(default=1800, gt=0)
-    """An engine that is not up by then is replaced."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments under vLLM's own names (max_num_seqs, gpu_memory_utilization, enforce_eager,
     ...)."""

@@ -82,6 +82,7 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
         raise ConfigError(f"capture.locations: {error}") from error
     except ProbeError as error:
         raise PlanError(str(error)) from error
+    _refuse_logits_without_rows(config, probed)
     max_length = config.model.max_length or facts.max_length
     say("tokenising")
     with TokenSpill() as spill:
@@ -112,6 +113,17 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
             },
             config_toml=tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)),
             provenance=provenance(),
+        )
+
+
+def _refuse_logits_without_rows(config: RunConfig, probed: list[dict[str, Any]]) -> None:
+    rows = config.capture.rows
+    sampled = rows.source == "generated" or (rows.source == "prompt" and rows.select == "last")
+    if any(location["alias"] == "logits" for location in probed) and not sampled:
+        raise ConfigError(
+            "capture.locations has logits, which exist only where a token is sampled, but capture.rows takes "
+            f'"{rows.select}" of "{rows.source}": use select = "last" of the prompt, or source = "generated", in a run '
+            "of its own"
         )
 
 

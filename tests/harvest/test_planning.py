@@ -79,6 +79,12 @@ def test_an_unknown_location_suggests_close_names(tiny_qwen3, demo_text, tmp_pat
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+def test_logits_of_rows_that_are_not_sampled_are_refused(tiny_qwen3, demo_text, tmp_path):
+    config = config_of(tiny_qwen3, demo_text, tmp_path / "run", capture={"locations": ["logits"]})
+    with pytest.raises(ConfigError, match=r"logits, which exist only where a token is sampled"):
+        open_or_plan(config)
+
+
 def test_a_disk_too_small_for_the_prediction_is_refused(tiny_qwen3, demo_text, tmp_path):
     config = config_of(tiny_qwen3, demo_text, tmp_path / "run", limits={"disk_reserve_bytes": 10**18})
     with pytest.raises(PlanError, match="would store .* bytes, but the disk of .* has"):
