@@ -15,8 +15,6 @@ from actors.selection import Selection
 from storage.format import StoreLayout
 from storage.unit_writer import UnitReceipt
 
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
@@ -55,7 +53,7 @@ class EngineSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's rows at all locations, without labels."""
-        return sum(location.width * _ITEM_BYTES[location.dtype] for location in self.layout.locations)
+        return sum(self.layout.arrays[location.array].row_bytes for location in self.layout.locations)
 
     def compute_hash(self) -> str:
         """Part of vLLM's compile cache key (the spec is its `additional_config`): what changes the compiled graph."""

@@ -32,11 +32,9 @@ from harvest.plan import Packing, choose_shape, pack
 from harvest.token_spill import TokenSpill
 from harvest.tokenization import tokenize
 from harvest.tokenizer import TokenizerInfo, TokenizerSource
-from storage.format import LocationSpec, StoreLayout
+from storage.format import LocationSpec, StoreLayout, numpy_dtype
 from storage.plan_files import INVOKE_SCHEMA, SKIPPED_SCHEMA, PlanSource
 from storage.run_folder import RunFolder, check_place, free_bytes
-
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,7 +263,7 @@ def _lay_out(config: RunConfig, probed: list[dict[str, Any]], invokes: _Invokes)
         LocationSpec(name=each["array"], path=each["path"], alias=each["alias"], width=each["width"], dtype=dtype)
         for each in probed
     )
-    item_bytes = ITEM_BYTES[dtype]
+    item_bytes = numpy_dtype(dtype).itemsize
     shape = choose_shape(
         n_rows=invokes.n_rows,
         n_tokens=invokes.n_prompt,
