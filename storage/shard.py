@@ -27,6 +27,7 @@ from storage.errors import RowError, StorageError, write_error, writing
 from storage.files import pread_into, pwrite_all
 from storage.format import Compression, numpy_dtype
 from storage.overlap import beside
+from storage.write_back import WriteBack
 
 _PIECE_BYTES = 256 << 10
 MISSING = 2**64 - 1
@@ -88,6 +89,7 @@ class ShardWriter:
         self._sums_lock = threading.Lock()
         self._sums: list[int] = [0] * self.n_chunks
         self._checksum = row_checksum(self.row_bytes, chunk_rows)
+        self._write_back = WriteBack(self._fd)
         self._buffers: ChunkBuffers | None = None
         if compression is not None or direct or fill != 0:
             row = np.full(width, fill, numpy_dtype(dtype)).view(np.uint8)
@@ -207,6 +209,7 @@ class ShardWriter:
             self._buffers.write(row, data)
         else:
             pwrite_all(self._fd, data, row * self.row_bytes)
+            self._write_back.wrote(row * self.row_bytes, data.nbytes)
 
     def _arithmetic(
         self, row: int, data: np.ndarray[Any, Any], also: Callable[[int, np.ndarray[Any, Any]], None] | None
