@@ -13,6 +13,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class Harvester:
         if self._rank == 0:
             arrays += ["tokens/id", "tokens/position", "tokens/invoke"]
         self._sink = Sink(
-            open_writer=self._open_writer(arrays),
+            open_writer=partial(self._open_writer, arrays),
             seal_writer=self._seal_writer,
             arrays=arrays,
             threads=spec.writer_threads,
@@ -120,15 +121,11 @@ class Harvester:
                     f"{planned.name} with width {planned.width}; was the model changed after planning?"
                 )
 
-    def _open_writer(self, arrays: list[str]) -> Any:
+    def _open_writer(self, arrays: list[str], unit: int, attempt: int) -> Any:
         spec = self._spec
-
-        def open_writer(unit: int, attempt: int) -> Any:
-            if spec.null_sink:
-                return NullWriter()
-            return UnitWriter(Path(spec.run_path), spec.layout, unit=unit, attempt=attempt, arrays=arrays)
-
-        return open_writer
+        if spec.null_sink:
+            return NullWriter()
+        return UnitWriter(Path(spec.run_path), spec.layout, unit=unit, attempt=attempt, arrays=arrays)
 
     def _seal_writer(self, writer: Any, outcomes: Sequence[InvokeOutcome]) -> Any:
         if isinstance(writer, NullWriter):
