@@ -129,11 +129,12 @@ def get_model(name: str, cache_dir: Path | None = None) -> Path:
     return folder
 
 
-def resolve_model(model: str, cache_dir: Path | None = None) -> str:
+def resolve_model(model: str, cache_dir: Path | None = None, *, needs_weights: bool = True) -> str:
     """What to hand to vLLM and transformers for `model`: a checked local folder, or a Hugging Face id as it is.
 
     A name from `harvest models list` is looked up in the cache, and got when it is not there. A local folder's config
-    and weight files are checked (existence, index, header against size). Raises ModelError with the file's name.
+    and weight files are checked (existence, index, header against size), the latter unless `needs_weights` is False
+    (vLLM's `load_format = "dummy"`). Raises ModelError with the file's name.
     """
     if model in _MODELS:
         return str(get_model(model, cache_dir))
@@ -141,7 +142,7 @@ def resolve_model(model: str, cache_dir: Path | None = None) -> str:
         raise ModelError("The model name is empty. Give a name of `harvest models list`, a folder, or a hub id.")
     path = Path(model).expanduser()
     if path.is_dir():
-        check_model_folder(path)
+        check_model_folder(path, needs_weights=needs_weights)
         return str(path)
     if path.is_file():
         raise ModelError(f"{model} is a file; a model is a folder with config.json and weights, or a Hugging Face id.")

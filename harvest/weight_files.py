@@ -19,8 +19,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 _LFS_MARK = b"version https://git-lfs"
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raise ModelError unless the folder has a readable config.json and whole weight files."""
+def check_model_folder(folder: Path, *, needs_weights: bool = True) -> None:
+    """Raise ModelError unless the folder has a readable config.json and, where needed, whole weight files."""
     if not folder.is_dir():
         raise ModelError(f"No model folder at {folder}. Give a folder with config.json, or a Hugging Face id.")
     config = folder / "config.json"
@@ -30,6 +30,8 @@ def check_model_folder(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
             _read_json(folder / name)
+    if not needs_weights:
+        return
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         _check_index(folder, index)

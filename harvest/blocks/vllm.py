@@ -256,7 +256,9 @@ class VLLM(ModuleProxy):
                 "max_saved_bytes": self.max_saved_bytes,
                 "block_time_limit_s": self.block_time_limit_s,
             }
-            name = resolve_model(self._name)
+            # Dummy weights come from vLLM itself.
+            needs_weights = self._engine_args.get("load_format") != "dummy"
+            name = resolve_model(self._name, needs_weights=needs_weights)
             if self._ray is False:
                 self.__dict__["_engine"] = BlockEngine(name, self._engine_args, **settings)
             else:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harvest.errors import ModelError
+from harvest.models import resolve_model
 from harvest.weight_files import check_model_folder
 
 
@@ -110,3 +111,12 @@ def test_torch_files(folder: Path) -> None:
     _cut(weights, weights.stat().st_size - 10)
     with pytest.raises(ModelError, match=r"pytorch_model\.bin is damaged"):
         check_model_folder(folder)
+
+
+def test_dummy_weights_need_no_files(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(ModelError, match="holds no weights"):
+        check_model_folder(folder)
+    check_model_folder(folder, needs_weights=False)
+    assert resolve_model(str(folder), needs_weights=False) == str(folder)
