@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.host_rows import ArrayRows
+from actors.profile import WorkerTimes
 from actors.protocol import EngineSpec, InvokeOutcome
 from actors.sink import RowBatch, Sink
 from actors.worker.llm import Finished, Request
@@ -48,6 +49,7 @@ class _State:
     written_bytes: int
     n_rows: int
     n_steps: int
+    times: WorkerTimes
     n_recomputed: int = 0
     depth: None = None
 
@@ -65,7 +67,7 @@ class ScriptedLlm:
         self._book = RowBook()
         self._queue: list[Request] = []
         self._done: dict[str, int] = {}
-        self._n_rows = self._n_steps = 0
+        self._n_rows = self._n_steps = self._n_tokens = 0
         self._sink = Sink(
             open_writer=lambda unit, attempt: UnitWriter(Path(spec.run_path), spec.layout, unit=unit, attempt=attempt),
             seal_writer=_seal,
@@ -154,6 +156,7 @@ class ScriptedLlm:
         )
         self._n_rows += len(take.positions)
         self._n_steps += 1
+        self._n_tokens += sum(counts)
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests early."""
@@ -180,6 +183,7 @@ class ScriptedLlm:
                     written_bytes=self._sink.written_bytes,
                     n_rows=self._n_rows,
                     n_steps=self._n_steps,
+                    times=replace(self._sink.times, n_steps=self._n_steps, n_step_tokens=self._n_tokens),
                 )
                 return [(state, self._sink.poll())]
         raise ValueError(f"no worker method {method}")

@@ -18,11 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from actors.profile import StageClock, WorkerTimes, engine_profile
 from actors.protocol import EngineSpec, EngineStats, InvokeOutcome, Lease, Receipt, UnitFailure
 from actors.worker.llm import Finished, Request
 from storage.plan_files import PlanReader
@@ -110,7 +111,8 @@ class Feeder:
         self._wake = threading.Condition()
         self._stopping = False
         self._stats = EngineStats(pid=os.getpid(), compute_dtype=llm.compute_dtype)
-        self._gated_s = 0.0
+        self._clock = StageClock()
+        self._rank_times: list[WorkerTimes] = []
         self._n_tokens = 0
         self._pending_bytes = 0
         self._polled_s = 0.0
@@ -132,8 +134,12 @@ class Feeder:
 
     @property
     def stats(self) -> EngineStats:
-        """Counters since the start."""
-        return self._stats
+        """Counters since the start, those of the sinks as of the last time they were asked."""
+        stages = self._clock.times()
+        profile = engine_profile(
+            stages, self._rank_times, step_room=self._llm.max_step_tokens, writers=self._spec.writer_threads
+        )
+        return replace(self._stats, gated_s=profile.gated_s, profile=profile)
 
     def stop(self) -> None:
         """End `run` at the next turn of its loop; units in flight fail."""
@@ -149,26 +155,31 @@ class Feeder:
         except BaseException as error:
             self._break(error)
             raise
+        finally:
+            self._clock.enter(None)
         self._break(RuntimeError("the engine was stopped"))
 
     def _turn(self) -> None:
+        self._clock.enter("plan")
         self._admit_leases()
+        self._clock.enter("feed")
         self._feed()
         if self._llm.busy and self._pending_bytes + self._step_bytes <= self._spec.ring_bytes:
-            for finished in self._llm.step():
+            self._clock.enter("forward")
+            ended = self._llm.step()
+            self._clock.enter("settle")
+            for finished in ended:
                 self._end_request(finished)
             # Assume the fullest step until the sinks have been asked.
             self._pending_bytes += self._step_bytes
             if time.monotonic() - self._polled_s >= POLL_INTERVAL_S:
                 self._poll()
             return
+        self._clock.enter("gated" if self._llm.busy else "sealing" if self._units else "idle")
         self._poll()
-        begun = time.monotonic()
         with self._wake:
             if not self._leases and not self._stopping:
                 self._wake.wait(GATED_WAIT_S if self._llm.busy else IDLE_WAIT_S if self._units else 0.5)
-        if self._llm.busy:
-            self._gated_s += time.monotonic() - begun
 
     def _admit_leases(self) -> None:
         while self._leases:
@@ -257,6 +268,7 @@ class Feeder:
         ranks = self._llm.call("harvest_poll")
         self._polled_s = time.monotonic()
         self._pending_bytes = max(state.pending_bytes for state, _ in ranks)
+        self._rank_times = [state.times for state, _ in ranks]
         for _, results in ranks:
             for result in results:
                 unit = self._units.get((result.unit, result.attempt))
@@ -280,7 +292,6 @@ class Feeder:
             compute_dtype=self._llm.compute_dtype,
             n_layers=depth.n_layers if depth else 0,
             n_layers_run=depth.n_layers_run if depth else 0,
-            gated_s=self._gated_s,
         )
 
     def _finish(self, unit: _Unit) -> None:

@@ -11,6 +11,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from actors.profile import EngineProfile
 from actors.selection import Selection
 from storage.format import StoreLayout
 from storage.unit_writer import UnitReceipt
@@ -49,6 +50,8 @@ class EngineSpec:
     """Fields of `actors.fake_engine.Script`: run the scripted engine instead of vLLM."""
     null_sink: bool = False
     """Drop rows once they are in host memory: for measurements."""
+    profile: bool = False
+    """Measure passes and copies on the device too."""
 
     @property
     def row_bytes(self) -> int:
@@ -147,6 +150,8 @@ class EngineStats:
     """Those that run: fewer where the forward stops after the last wanted one."""
     gated_s: float = 0.0
     """Time in which the engine waited because rows on their way to disk filled the ring."""
+    profile: EngineProfile = field(default_factory=EngineProfile)
+    """Where the engine's time went since it was ready."""
 
 
 class Engine(Protocol):

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.host_rows import HostRows
+from actors.profile import SEALERS, WorkerTimes
 from actors.protocol import InvokeOutcome, UnitFailure
 from actors.row_joiner import MAX_WAITING_ROWS, SMALL_ROWS, RowJoiner
 from actors.worker.rows import Segment
@@ -92,18 +94,25 @@ class Sink:
         self._attempts: dict[tuple[int, int], _Attempt] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="harvest-writer")
         # Sealing waits for writers, so it must not take a writer's thread.
-        self._sealers = ThreadPoolExecutor(2, thread_name_prefix="harvest-sealer")
+        self._sealers = ThreadPoolExecutor(SEALERS, thread_name_prefix="harvest-sealer")
         self._done: deque[Sealed | UnitFailure] = deque()
         self._pending_bytes = 0
         self._waiting_bytes = 0
         self._join_bytes = join_bytes
         self._bytes_lock = threading.Lock()
         self.written_bytes = 0
+        self._copy_wait_s = self._write_s = self._seal_s = 0.0
 
     @property
     def pending_bytes(self) -> int:
         """Host bytes submitted and not yet written."""
         return self._pending_bytes + self._waiting_bytes
+
+    @property
+    def times(self) -> WorkerTimes:
+        """Seconds of the writer and sealing threads so far."""
+        with self._bytes_lock:
+            return WorkerTimes(copy_wait_s=self._copy_wait_s, write_s=self._write_s, seal_s=self._seal_s)
 
     def open_unit(self, unit: int, attempt: int) -> None:
         """Begin an attempt."""
@@ -126,8 +135,10 @@ class Sink:
 
     def _write(self, batch: RowBatch, keys: tuple[tuple[int, int], ...]) -> None:
         attempts = {key: self._attempts[key] for key in keys if key in self._attempts}
+        begun_s = copied_s = time.perf_counter()
         try:
             rows = batch.rows.wait()
+            copied_s = time.perf_counter()
             for segment in batch.segments:
                 attempt = attempts.get((segment.unit, segment.attempt))
                 if attempt is None or attempt.error is not None:
@@ -151,6 +162,8 @@ class Sink:
             with self._bytes_lock:
                 self._pending_bytes -= batch.rows.n_bytes
                 self.written_bytes += batch.rows.n_bytes
+                self._copy_wait_s += copied_s - begun_s
+                self._write_s += time.perf_counter() - copied_s
             for attempt in attempts.values():
                 with attempt.idle:
                     attempt.pending -= 1
@@ -183,9 +196,10 @@ class Sink:
         self._sealers.submit(self._seal, unit, attempt, state, tuple(outcomes))
 
     def _seal(self, unit: int, attempt: int, state: _Attempt, outcomes: tuple[InvokeOutcome, ...]) -> None:
+        with state.idle:
+            state.idle.wait_for(lambda: state.pending == 0)
+        begun_s = time.perf_counter()
         try:
-            with state.idle:
-                state.idle.wait_for(lambda: state.pending == 0)
             if state.error is not None:
                 raise state.error
             for array, joiner in state.joiners.items():
@@ -197,6 +211,8 @@ class Sink:
             self._finish(unit, attempt, state)
             self._done.append(UnitFailure.of(unit, attempt, error))
             return
+        with self._bytes_lock:
+            self._seal_s += time.perf_counter() - begun_s
         self._attempts.pop((unit, attempt), None)
         self._done.append(Sealed(unit=unit, attempt=attempt, receipt=receipt))
 

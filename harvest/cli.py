@@ -43,13 +43,17 @@ def plan(config: ConfigPath, overrides: Overrides = []) -> None:  # noqa: B006 -
 
 
 @app.command()
-def run(config: ConfigPath, overrides: Overrides = []) -> None:  # noqa: B006 - typer reads the default
+def run(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default
+    profile: Annotated[bool, typer.Option("--profile", help="Say where the engines' time went.")] = False,
+) -> None:
     """Harvest. Plans first where there is no plan; the same command resumes a run that was stopped."""
     from harvest.config import load_config
     from harvest.runs import run as run_harvest
     from harvest.summary import print_summary
 
-    summary = run_harvest(load_config(config, overrides), console)
+    summary = run_harvest(load_config(config, overrides), console, profile=profile)
     print_summary(console, summary)
     if not summary.complete:
         raise typer.Exit(DRAINED_EXIT)

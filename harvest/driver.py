@@ -12,14 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from actors.profile import EngineProfile
 from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
 from harvest.config import RunConfig
 from harvest.errors import RunError
 from harvest.events import EventLog
 from harvest.pool import EngineLost, EnginePool, EngineReady, PoolEvent, UnitEnded
+from harvest.run_profile import RunProfile
 from harvest.scheduler import Scheduler
 from storage.commit import Committer
 from storage.unit_writer import UnitReceipt
@@ -27,6 +29,8 @@ from storage.unit_writer import UnitReceipt
 TICK_S = 0.5
 # After SIGTERM: how long units in flight may take to finish and commit.
 DRAIN_S = 120.0
+# How long the last counters of a profiled run are waited for.
+FINAL_STATS_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +69,10 @@ class Driver:
         )
         self._asked_s = 0.0
         self._ready_s: float | None = None
+        self._spawned_s: dict[str, float] = {}
+        self._start_s: dict[str, float] = {}
+        self._commit_s: dict[str, float] = {}
+        self._stats: dict[str, EngineStats] = {}
 
     def drive(self) -> Outcome:
         """Run until all units are committed, a signal drains the run, or it cannot go on.
@@ -79,8 +87,7 @@ class Driver:
         drained_s: float | None = None
         try:
             with _signals() as asked_to_stop:
-                for name in pool.fill():
-                    self._events.emit("engine_spawned", engine=name)
+                self._fill(pool)
                 while not self._scheduler.idle:
                     if asked_to_stop.is_set() and drained_s is None:
                         drained_s = time.monotonic()
@@ -90,6 +97,8 @@ class Driver:
                         break
                     self._turn(pool, begun)
         finally:
+            if self._spec.profile:
+                self._stats |= pool.final_stats(FINAL_STATS_S)
             pool.close()
         if self._scheduler.stop is not None:
             self._events.emit("stop", reason=self._scheduler.stop.reason)
@@ -104,6 +113,24 @@ class Driver:
             engine_ready_s=(self._ready_s or time.monotonic()) - begun,
         )
 
+    @property
+    def profile(self) -> RunProfile:
+        """Where the time of the engines went, those included that died (up to what they last told)."""
+        engines = {}
+        for name, spawned_s in self._spawned_s.items():
+            stats = self._stats.get(name)
+            engines[name] = replace(
+                stats.profile if stats is not None else EngineProfile(),
+                start_s=self._start_s.get(name, time.monotonic() - spawned_s),
+                commit_s=self._commit_s.get(name, 0.0),
+            )
+        return RunProfile(engines=engines)
+
+    def _fill(self, pool: EnginePool) -> None:
+        for name in pool.fill():
+            self._spawned_s[name] = time.monotonic()
+            self._events.emit("engine_spawned", engine=name)
+
     def _turn(self, pool: EnginePool, begun: float) -> None:
         for engine in pool.ready:
             while (lease := self._scheduler.lease(engine)) is not None:
@@ -111,7 +138,9 @@ class Driver:
                 self._events.emit("lease", engine=engine, unit=lease.unit, attempt=lease.attempt)
         if time.monotonic() - self._asked_s >= 2 * TICK_S:
             self._asked_s = time.monotonic()
-            self._report_progress(pool.ask_stats())
+            stats = pool.ask_stats()
+            self._stats |= stats
+            self._report_progress(stats)
         self._settle(pool.wait(TICK_S), pool)
 
     def _settle(self, happened: list[PoolEvent], pool: EnginePool) -> None:
@@ -120,6 +149,7 @@ class Driver:
             match event:
                 case EngineReady(engine=engine, stats=stats):
                     self._ready_s = self._ready_s or time.monotonic()
+                    self._start_s[engine] = time.monotonic() - self._spawned_s[engine]
                     self._events.emit("engine_ready", engine=engine, pid=stats.pid, compute_dtype=stats.compute_dtype)
                 case EngineLost():
                     self._lose(event, pool)
@@ -132,7 +162,10 @@ class Driver:
     def _publish(self, receipts: list[tuple[str, Receipt]]) -> None:
         live = [(engine, receipt) for engine, receipt in receipts if self._scheduler.is_live(receipt.lease)]
         staged: list[UnitReceipt] = [receipt.storage for _, receipt in live if receipt.storage is not None]
+        begun_s = time.monotonic()
         refused = self._committer.publish(staged).refused if staged else {}
+        for engine, _ in live:
+            self._commit_s[engine] = self._commit_s.get(engine, 0.0) + (time.monotonic() - begun_s) / len(live)
         for engine, receipt in live:
             lease = receipt.lease
             reason = refused.get((lease.unit, lease.attempt))
@@ -164,9 +197,9 @@ class Driver:
     def _lose(self, lost: EngineLost, pool: EnginePool) -> None:
         leases = self._scheduler.lose_engine(lost.engine, lost.reason)
         self._events.emit("engine_lost", engine=lost.engine, reason=lost.reason, units=[lease.unit for lease in leases])
+        self._start_s.setdefault(lost.engine, time.monotonic() - self._spawned_s[lost.engine])
         if self._scheduler.stop is None:
-            for name in pool.fill():
-                self._events.emit("engine_spawned", engine=name)
+            self._fill(pool)
 
     def _report_progress(self, stats: dict[str, EngineStats]) -> None:
         if stats:

@@ -145,7 +145,8 @@ class EnginePool:
             return None
         try:
             value = ray.get(ref)
-        except (RayError, Exception) as error:
+        except Exception as error:
+            # Ray's errors, and whatever the engine's own code raised: either way it cannot go on.
             return self._lose(name, error)
         if starting is not None:
             self._members[name].ready = True
@@ -168,6 +169,17 @@ class EnginePool:
         for name, member in self._members.items():
             if name not in asked:
                 self._asked[member.handle.stats.remote()] = name
+        return dict(self._stats)
+
+    def final_stats(self, timeout_s: float) -> dict[str, EngineStats]:
+        """Counters of each engine as of now; the newest known ones where it does not answer in time."""
+        asked = {member.handle.stats.remote(): name for name, member in self._members.items()}
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+        for ref in done:
+            try:
+                self._stats[asked[ref]] = ray.get(ref)
+            except RayError:
+                continue  # it has just died; what it last said stays
         return dict(self._stats)
 
     def close(self) -> None:

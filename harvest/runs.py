@@ -67,8 +67,13 @@ def open_or_plan(config: RunConfig, console: Console | None = None) -> PlannedRu
     )
 
 
-def run(config: RunConfig, console: Console | None = None) -> RunSummary:
+def run(config: RunConfig, console: Console | None = None, *, profile: bool = False) -> RunSummary:
     """Harvest a configuration to its end, or resume it.
+
+    Args:
+        config: of the run.
+        console: where to print; nowhere without one.
+        profile: print where the engines' time went, and write it to `profile.json` in the run folder.
 
     Raises:
         HarvestError: the run cannot begin, or stopped; committed units stay and the same call resumes.
@@ -93,13 +98,15 @@ def run(config: RunConfig, console: Console | None = None) -> RunSummary:
         view = ProgressView(console, n_tokens=planned.n_prompt_tokens, n_committed_tokens=before)
         with EventLog(folder.events, view) as events, view:
             events.emit("session", pid=os.getpid(), n_committed=len(committer.committed))
-            complete = _drive(config, folder, committer, events)
+            complete = _drive(config, folder, committer, events, console if profile else None)
         if complete:
             committer.finalise()
     return summarise(planned.path)
 
 
-def _drive(config: RunConfig, folder: RunFolder, committer: Committer, events: EventLog) -> bool:
+def _drive(
+    config: RunConfig, folder: RunFolder, committer: Committer, events: EventLog, profile_to: Console | None
+) -> bool:
     if len(committer.committed) == folder.layout.n_units:
         return True
     # Ray takes seconds to import and start, so it comes only when there is work.
@@ -107,12 +114,18 @@ def _drive(config: RunConfig, folder: RunFolder, committer: Committer, events: E
     from harvest.driver import Driver
 
     with connected():
-        driver = Driver(config=config, spec=engine_spec(config, folder), committer=committer, events=events)
-        return driver.drive().complete
+        spec = engine_spec(config, folder, profile=profile_to is not None)
+        driver = Driver(config=config, spec=spec, committer=committer, events=events)
+        try:
+            return driver.drive().complete
+        finally:
+            if profile_to is not None:
+                driver.profile.write(folder.path)
+                driver.profile.print(profile_to)
 
 
-def engine_spec(config: RunConfig, folder: RunFolder) -> EngineSpec:
-    """What the engines of a run are made from."""
+def engine_spec(config: RunConfig, folder: RunFolder, *, profile: bool = False) -> EngineSpec:
+    """What the engines of a run are made from; `profile` measures on the device too."""
     generation = config.capture.generation
     sampling: dict[str, Any] = {
         "temperature": generation.temperature,
@@ -141,6 +154,7 @@ def engine_spec(config: RunConfig, folder: RunFolder) -> EngineSpec:
         vllm=config.engine.vllm,
         ring_bytes=config.limits.ring_bytes,
         writer_threads=config.limits.writer_threads,
+        profile=profile,
     )
 
 

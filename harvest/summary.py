@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from harvest.run_profile import PROFILE_FILE
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
@@ -109,6 +111,8 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     for location, n_units in summary.suspicious.items():
         table.add_row("rows to look at", f"{location}: non-finite or all-zero rows in {n_units} units; harvest inspect")
     table.add_row("path", str(summary.path))
+    if (summary.path / PROFILE_FILE).exists():
+        table.add_row("profile", str(summary.path / PROFILE_FILE))
     console.print(table)
     if summary.complete:
         console.print(f"next: harvest verify {summary.path} --parity 16 · harvest inspect {summary.path}")

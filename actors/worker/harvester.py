@@ -22,14 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from actors.host_rows import ArrayRows
+from actors.profile import WorkerTimes
 from actors.protocol import EngineSpec, InvokeOutcome, UnitFailure
 from actors.sink import NullWriter, RowBatch, Sealed, Sink
 from actors.worker import self_test
 from actors.worker.depth import Depth, shorten
 from actors.worker.locations import Location, last_layer_needed, resolve_locations
+from actors.worker.pass_clock import PassClock
 from actors.worker.rows import Registration, RowBook, StepTake
 from actors.worker.self_test import SELF_TEST_UNIT, SelfTest
 from actors.worker.step import StepRows
+from actors.worker.step_times import StepTimes
 from actors.worker.taps import TapSet
 from actors.worker.transfer import Transfer
 from storage.unit_writer import UnitWriter
@@ -48,6 +51,7 @@ class SinkState:
     n_recomputed: int
     """Tokens computed again after preemptions."""
     depth: Depth | None
+    times: WorkerTimes
 
 
 class Harvester:
@@ -62,7 +66,8 @@ class Harvester:
         self._tp_size = tp_size
         self._static_rows = static_rows
         self._book = RowBook()
-        self._transfer = Transfer(device)
+        self._transfer = Transfer(device, timed=spec.profile)
+        self._times = StepTimes(PassClock() if spec.profile and device.type == "cuda" else None)
         self._array_of: dict[str, str] = {}
         self._locations: tuple[Location, ...] = ()
         self._self_test = SelfTest()
@@ -155,6 +160,7 @@ class Harvester:
 
     def end_self_test(self) -> list[str]:
         """Problems that the passes of the self-test have shown."""
+        self._times.reset()
         failures = [failure.message for failure in self._failures]
         self._failures.clear()
         owned = [location.name for location in self._locations if location.name in self._array_of]
@@ -193,21 +199,25 @@ class Harvester:
     def begin_step(self, step: StepRows, input_ids: Tensor) -> None:
         """The batch is ordered; `input_ids` [rows] are on the device."""
         taps = self._require_taps()
-        try:
-            self._take = self._book.take(step)
-            self._step_ids = input_ids
-            taps.begin_step(self._take, n_rows=step.n_rows, graphed=self.graphed, device=self._device)
-        except Exception as error:
-            self._fail_attempts(error)
-            self._take = None
-            taps.begin_step(None, n_rows=step.n_rows, graphed=self.graphed, device=self._device)
+        with self._times.choosing(step.n_rows):
+            try:
+                self._take = self._book.take(step)
+                self._step_ids = input_ids
+                taps.begin_step(self._take, n_rows=step.n_rows, graphed=self.graphed, device=self._device)
+            except Exception as error:
+                self._fail_attempts(error)
+                self._take = None
+                taps.begin_step(None, n_rows=step.n_rows, graphed=self.graphed, device=self._device)
 
     def end_step(self) -> None:
         """The pass is done: hand its rows to the sink."""
         take, ids = self._take, self._step_ids
-        if take is None or ids is None:
-            return
         self._take = self._step_ids = None
+        with self._times.gathering():
+            if take is not None and ids is not None:
+                self._hand_over(take, ids)
+
+    def _hand_over(self, take: StepTake, ids: Tensor) -> None:
         taps, sink = self._require_taps(), self._require_sink()
         try:
             # ids first: end_step closes the step's selection.
@@ -274,6 +284,7 @@ class Harvester:
             n_steps=self._n_steps,
             n_recomputed=self._book.n_recomputed,
             depth=self.depth,
+            times=self._times.joined(sink.times, copy_s=self._transfer.copy_s),
         )
         return state, results
 
