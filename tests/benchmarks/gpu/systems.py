@@ -167,7 +167,7 @@ class Ours:
             "n_layers_run": feeder.stats.n_layers_run,
         }
         if workload.sink == "disk" and seed == self.options.verify_seed:
-            report = verify(run)
+            report = verify(run.path)
             assert report.ok, report
             results["verified"] = True
         shutil.rmtree(run.path)
