@@ -3,7 +3,7 @@
 It stands where `actors.worker.llm.Llm` stands, so the feeder, the row book, the sink, the staged files and everything
 behind
 them are the real ones. Rows are a fixed function of (invoke, position, location), so that any two runs of a plan must
-store the same bytes. Failures follow a script.
+store the same bytes; a reduced row is that of its label's position. Failures follow a script.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class ScriptedLlm:
                     invoke=wanted["invoke"],
                     token_ids=request.token_ids,
                 ),
+                reduced=self._spec.selection.reduce is not None,
             ),
         )
         self._queue.append(request)
@@ -143,9 +144,13 @@ class ScriptedLlm:
         take = self._book.take(step)
         if take is None:
             return
+        self._n_steps += 1
+        self._n_tokens += sum(counts)
+        if not take.segments:
+            return
         ids = np.concatenate([request.token_ids[first : first + count] for request, first, count in batch])
         values: dict[str, NDArray[Any]] = {
-            "tokens/id": ids[take.source_rows].astype(np.int32),
+            "tokens/id": ids[take.label_rows].astype(np.int32),
             "tokens/position": take.positions,
             "tokens/invoke": take.invokes,
         }
@@ -155,8 +160,6 @@ class ScriptedLlm:
             [RowBatch(array=array, rows=ArrayRows(rows), segments=take.segments) for array, rows in values.items()]
         )
         self._n_rows += len(take.positions)
-        self._n_steps += 1
-        self._n_tokens += sum(counts)
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests early."""

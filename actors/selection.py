@@ -6,7 +6,7 @@ the last token is never fed back.
 
 Order of work: the source gives candidate positions; `skip_first` and `special_ids` drop some; `select` picks from what
 is left. So `last` without special tokens is the last token that is not special, and `sample` takes as many as it is
-asked for.
+asked for. `reduce` then makes one row of what was picked.
 
 Invariants:
 
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 Select = Literal["all", "last", "slice", "every", "sample"]
 Source = Literal["prompt", "generated", "both"]
+Reduce = Literal["mean", "max"]
 
 
 class SelectionError(ValueError):
@@ -62,6 +63,8 @@ class Selection:
     seed: int = 0
     exact_length: bool = False
     """Every answer has exactly `max_tokens` tokens: no end-of-sequence or stop string can end it sooner."""
+    reduce: Reduce | None = None
+    """The positions of an invoke become one row together, labelled as its last position; None: a row for each."""
 
     def __post_init__(self) -> None:
         if self.select not in get_args(Select):
@@ -82,6 +85,13 @@ class Selection:
             raise SelectionError(f'sample belongs to select = "sample", not to "{self.select}"')
         if self.skip_first < 0:
             raise SelectionError(f"skip_first = {self.skip_first} is negative")
+        if self.reduce not in (None, *get_args(Reduce)):
+            raise SelectionError(f'reduce = "{self.reduce}"; known: {", ".join(get_args(Reduce))}')
+        if self.reduce and self.takes_generated:
+            raise SelectionError(
+                f'reduce = "{self.reduce}" with source = "{self.source}" would need to know where an answer ends when '
+                'its one row gets its place: use source = "prompt", or store all rows and reduce when reading'
+            )
         if self.takes_generated and not self.exact_length:
             self._refuse_open_end()
         object.__setattr__(self, "special_ids", tuple(sorted({int(token) for token in self.special_ids})))
@@ -108,7 +118,7 @@ class Selection:
     def positions(
         self, *, n_prompt_tokens: int, max_tokens: int, invoke: int, token_ids: Sequence[int] | None = None
     ) -> NDArray[np.int64]:
-        """Planned row positions of one invoke.
+        """Planned row positions of one invoke; with `reduce`, those that its one row covers.
 
         Args:
             n_prompt_tokens: length of the prompt.
@@ -138,7 +148,7 @@ class Selection:
                 return np.sort(candidates[np.argpartition(ranks, self.sample - 1)[: self.sample]])
 
     def count(self, *, n_prompt_tokens: int, max_tokens: int, token_ids: Sequence[int] | None = None) -> int:
-        """Number of planned rows of one invoke: the length of `positions`, for less work."""
+        """Number of planned rows of one invoke: the length of `positions` (at most 1 with `reduce`), for less work."""
         n_special = self.count_special(token_ids) if self.special_ids else 0
         return int(self.counts([n_prompt_tokens], max_tokens, [n_special])[0])
 
@@ -164,6 +174,11 @@ class Selection:
         n = np.maximum(end - np.maximum(begin, self.skip_first), 0)
         if self.special_ids and self.source != "generated":
             n = n - np.asarray(n_special, np.int64)
+        n = self._picked(n)
+        return np.minimum(n, 1) if self.reduce else n
+
+    def _picked(self, n: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many of `n` candidates `select` picks."""
         match self.select:
             case "all":
                 return n

@@ -116,6 +116,9 @@ class RowsConfig(Section):
     """Give no row to the prompt's special tokens (BOS, EOS, chat markers); generated ones keep theirs."""
     skip_first: int = Field(default=0, ge=0)
     """Give no row to the first so many tokens of each invoke (attention sinks)."""
+    reduce: Literal["mean", "max"] | None = None
+    """Make one row of an invoke's selected tokens: their mean, or the largest value in each column. Prompt tokens
+    only. Without it each token has its row."""
 
     def selection(self, generation: GenerationConfig, *, seed: int, special_ids: Iterable[int] = ()) -> Selection:
         """The rule for one run.
@@ -139,6 +142,7 @@ class RowsConfig(Section):
             special_ids=tuple(special_ids) if self.skip_special_tokens else (),
             seed=seed,
             exact_length=generation.exact_length,
+            reduce=self.reduce,
         )
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from actors.selection import Reduce
 from harvest.errors import HarvestError
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class StoredPrompt:
     """[S] prompt and those generated tokens that have rows."""
     positions: np.ndarray[Any, Any]
     """[M] positions of the rows."""
+    covered: np.ndarray[Any, Any] | None = None
+    """Positions that the one row covers, where rows were reduced."""
     rows: dict[str, np.ndarray[Any, Any]]
     """[M, width] by location."""
 
@@ -84,6 +87,7 @@ def compare(
     *,
     compute_dtype: str,
     store_dtype: str,
+    reduce: Reduce | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> ParityReport:
@@ -94,6 +98,7 @@ def compare(
         prompts: what is stored.
         compute_dtype: dtype in which the engine computed.
         store_dtype: dtype of the store.
+        reduce: how `covered` became one row.
         trust_remote_code: run code that ships with the model.
         revision: of a Hugging Face id.
     """
@@ -115,13 +120,20 @@ def compare(
             model(torch.tensor([list(prompt.token_ids)]), use_cache=False)
         for name in names:
             if recorded.get(name) is not None:
-                reference = recorded[name].reshape(len(prompt.token_ids), -1)[torch.from_numpy(prompt.positions)]
+                whole = recorded[name].reshape(len(prompt.token_ids), -1)
+                reference = _reduced(whole, prompt.covered, reduce) if reduce else whole[prompt.positions]
                 sums[name].add(prompt.rows[name].astype(np.float64), reference.double().numpy())
     tolerance = TOLERANCES.get((compute_dtype, store_dtype), LOW_PRECISION_TOLERANCE)
     return ParityReport(
         invokes=tuple(prompt.invoke for prompt in prompts),
         locations=tuple(sums[name].result(name, tolerance, comparable=readers[name] is not None) for name in names),
     )
+
+
+def _reduced(rows: Tensor, covered: np.ndarray[Any, Any] | None, reduce: Reduce) -> Tensor:
+    assert covered is not None
+    picked = rows[covered].double()
+    return (picked.mean(0) if reduce == "mean" else picked.amax(0)).unsqueeze(0)
 
 
 class _Sums:

@@ -117,7 +117,13 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
 def _refuse_logits_without_rows(config: RunConfig, probed: list[dict[str, Any]]) -> None:
     rows = config.capture.rows
     sampled = rows.source == "generated" or (rows.source == "prompt" and rows.select == "last")
-    if any(location["alias"] == "logits" for location in probed) and not sampled:
+    has_logits = any(location["alias"] == "logits" for location in probed)
+    if has_logits and rows.reduce:
+        raise ConfigError(
+            "capture.locations has logits, which exist only where a token is sampled, so rows.reduce = "
+            f'"{rows.reduce}" has nothing to reduce: leave it out, or harvest the logits in a run of their own'
+        )
+    if has_logits and not sampled:
         raise ConfigError(
             "capture.locations has logits, which exist only where a token is sampled, but capture.rows takes "
             f'"{rows.select}" of "{rows.source}": use select = "last" of the prompt, or source = "generated", in a run '
@@ -159,18 +165,7 @@ def make_selection(config: RunConfig, tokenizer: TokenizerInfo) -> Selection:
     """The run's row selection; `ConfigError` where it cannot be placed."""
     rows, generation = config.capture.rows, config.capture.generation
     try:
-        return Selection(
-            select=rows.select,
-            source=rows.source,
-            start=rows.start,
-            stop=rows.stop,
-            every=rows.every,
-            sample=rows.sample,
-            skip_first=rows.skip_first,
-            special_ids=tokenizer.special_ids if rows.skip_special_tokens else (),
-            seed=config.seed,
-            exact_length=generation.exact_length,
-        )
+        return rows.selection(generation, seed=config.seed, special_ids=tokenizer.special_ids)
     except SelectionError as error:
         raise ConfigError(f"capture.rows: {error}") from error
 

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from actors.selection import Selection
 from harvest.parity import ParityError, ParityReport, StoredPrompt, compare
 from harvest.summary import read_events
-from storage.reader import StoreReader
+from storage.reader import Prompt, StoreReader
 from storage.verify import VerifyReport, verify
 
 
@@ -74,6 +75,7 @@ def _compare(path: Path | str, n_prompts: int, seed: int) -> ParityReport:
     invokes = plan.column("invoke").to_numpy()[committed]
     if not len(invokes):
         raise ParityError(f"{path} has no committed unit yet; run the harvest first")
+    selection = Selection.from_json(run["selection"])
     chosen = np.random.default_rng(seed).choice(invokes, min(n_prompts, len(invokes)), replace=False)
     prompts = []
     for invoke in sorted(chosen.tolist()):
@@ -85,6 +87,7 @@ def _compare(path: Path | str, n_prompts: int, seed: int) -> ParityReport:
                 invoke=invoke,
                 token_ids=_sequence(stored.prompt_token_ids, stored.positions, stored.token_ids),
                 positions=stored.positions.astype(np.int64),
+                covered=_covered(selection, stored),
                 rows={
                     _plain_name(location.name, run["locations"]): stored.rows[location.name]
                     for location in reader.locations
@@ -98,8 +101,20 @@ def _compare(path: Path | str, n_prompts: int, seed: int) -> ParityReport:
         prompts,
         compute_dtype=ready[-1]["compute_dtype"] if ready else content["model"]["dtype"],
         store_dtype=reader.layout.locations[0].dtype,
+        reduce=selection.reduce,
         trust_remote_code=content["model"]["trust_remote_code"],
         revision=content["model"]["revision"],
+    )
+
+
+def _covered(selection: Selection, stored: Prompt) -> np.ndarray[Any, Any] | None:
+    if selection.reduce is None:
+        return None
+    return selection.positions(
+        n_prompt_tokens=stored.n_prompt_tokens,
+        max_tokens=1,  # a reduction is over prompt tokens alone
+        invoke=stored.invoke,
+        token_ids=stored.prompt_token_ids.tolist(),
     )
 
 

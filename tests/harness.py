@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from actors.feeder import Feeder, read_planned
 from actors.protocol import EngineSpec, Lease, UnitFailure
 from actors.selection import Selection
 from actors.worker.llm import Llm
+from harvest.config import RunConfig
+from harvest.runs import engine_spec, open_or_plan
 from storage.commit import Committer
 from storage.format import LocationSpec, StoreLayout
 from storage.plan_files import INVOKE_SCHEMA, PlanSource
@@ -54,13 +57,8 @@ def make_run(
     used = [0] * n_units
     for number, invoke in enumerate(order if order is not None else range(len(prompts))):
         unit = number % n_units
-        n_rows = len(
-            selection.positions(
-                n_prompt_tokens=len(prompts[invoke]),
-                max_tokens=limits[invoke],
-                invoke=invoke,
-                token_ids=list(prompts[invoke]),
-            )
+        n_rows = selection.count(
+            n_prompt_tokens=len(prompts[invoke]), max_tokens=limits[invoke], token_ids=list(prompts[invoke])
         )
         units[unit].append(
             {
@@ -94,6 +92,13 @@ def engine(
         selection=selection or Selection(),
         **{"sampling": {"temperature": 0.0}, "max_model_len": 512, "vllm": vllm, **changes},
     )
+    with feeding(spec, run) as feeder:
+        yield feeder
+
+
+@contextmanager
+def feeding(spec: EngineSpec, run: RunFolder) -> Iterator[Feeder]:
+    """A running feeder over a real engine made from `spec`."""
     llm = Llm(spec)
 
     read_unit = partial(read_planned, run.plan, unit_rows=run.layout.unit_rows)
@@ -135,3 +140,13 @@ def harvest(run: RunFolder, feeder: Feeder, *, timeout_s: float = 120) -> StoreR
         assert not published.refused, published.refused
         committer.finalise()
     return StoreReader(run)
+
+
+def harvest_config(config: RunConfig, **changes: Any) -> StoreReader:
+    """Plan a configuration and harvest it, as `harvest run` does, but in this process and without Ray.
+
+    `changes` replace fields of the engine's spec.
+    """
+    folder = RunFolder.open(open_or_plan(config).path)
+    with feeding(replace(engine_spec(config, folder), **changes), folder) as feeder:
+        return harvest(folder, feeder)

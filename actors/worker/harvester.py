@@ -29,6 +29,7 @@ from actors.worker import self_test
 from actors.worker.depth import Depth, shorten
 from actors.worker.locations import Location, last_layer_needed, resolve_locations
 from actors.worker.pass_clock import PassClock
+from actors.worker.reduction import Reductions, StepReducer
 from actors.worker.rows import Registration, RowBook, StepTake
 from actors.worker.self_test import SELF_TEST_UNIT, SelfTest
 from actors.worker.step import StepRows
@@ -73,7 +74,11 @@ class Harvester:
         self._self_test = SelfTest()
         self._taps: TapSet | None = None
         self._sink: Sink | None = None
+        self._reductions = Reductions(
+            spec.selection.reduce, store_dtype=_TORCH_DTYPES[spec.layout.locations[0].dtype], device=device
+        )
         self._take: StepTake | None = None
+        self._reducer: StepReducer | None = None
         self._step_ids: Tensor | None = None
         self._failures: list[UnitFailure] = []
         self._in_flight: set[tuple[int, int]] = set()
@@ -192,6 +197,8 @@ class Harvester:
                     invoke=wanted["invoke"],
                     unit_row=wanted["unit_row"],
                     positions=positions,
+                    # The self-test looks at the taps themselves.
+                    reduced=bool(self._spec.selection.reduce) and wanted["unit"] != SELF_TEST_UNIT,
                 ),
             )
         self._book.forget(scheduler_output.finished_req_ids)
@@ -203,7 +210,10 @@ class Harvester:
             try:
                 self._take = self._book.take(step)
                 self._step_ids = input_ids
-                taps.begin_step(self._take, n_rows=step.n_rows, graphed=self.graphed, device=self._device)
+                self._reducer = self._reductions.begin_step(self._take)
+                taps.begin_step(
+                    self._take, n_rows=step.n_rows, graphed=self.graphed, device=self._device, reducer=self._reducer
+                )
             except Exception as error:
                 self._fail_attempts(error)
                 self._take = None
@@ -223,6 +233,12 @@ class Harvester:
             # ids first: end_step closes the step's selection.
             step_ids = taps.take_rows(ids, None) if self._rank == 0 else None
             taken = taps.end_step()
+            if (reducer := self._reducer) is not None:
+                taken = [(x, self._reductions.end_step(x.name, rows, reducer)) for x, rows in taken]
+                step_ids = None if step_ids is None else step_ids.index_select(0, reducer.last_rows_E)
+            self._n_steps += 1
+            if not take.segments:
+                return  # all of its requests go on
             rows = [tensor for _, tensor in taken]
             arrays = [self._array_of[location.name] for location, _ in taken]
             if step_ids is not None:
@@ -242,7 +258,6 @@ class Harvester:
                 ]
             )
             self._n_rows += len(take.positions)
-            self._n_steps += 1
         except Exception as error:
             self._fail_attempts(error)
 

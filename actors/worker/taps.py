@@ -11,7 +11,9 @@ Invariants:
 - an exception never leaves the op: it is kept, and raised by `end_step`;
 - a tap that did not fire in a step is an error by name.
 
-Shape suffixes: P rows of the pass with padding, M taken rows, D width.
+Where a request's rows become one, they are reduced here, in float32, before they are rounded to the store's dtype.
+
+Shape suffixes: P rows of the pass with padding, M taken rows, S requests of the step, D width.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from actors.worker.locations import Location, gather_full, read
+from actors.worker.reduction import StepReducer, to_device
 from actors.worker.rows import StepTake
 
 _LIBRARY = torch.library.Library("harvest", "DEF")
@@ -43,7 +46,7 @@ class _Tap:
     location: Location
     buffer_PD: Tensor
     fired: bool = False
-    direct_MD: Tensor | None = None
+    direct: Tensor | None = None
     error: Exception | None = None
 
 
@@ -58,7 +61,7 @@ def _receive(x: Tensor, residual: Tensor | None, buffer: Tensor, slot: int) -> N
             else:
                 torch.add(x, residual, out=buffer[:n_rows])
         else:
-            tap.direct_MD = tap.owner.take_rows(x, residual, tap.location)
+            tap.direct = tap.owner.take_rows(x, residual, tap.location)
     except Exception as error:
         tap.error = error
 
@@ -96,6 +99,7 @@ class TapSet:
         self._graphed = False
         self._index_M: Tensor | None = None
         self._sampled_M: Tensor | None = None
+        self._reducer: StepReducer | None = None
 
     def install(self, model: nn.Module, *, device: torch.device, dtype: torch.dtype, tp_size: int) -> None:
         """Wrap the forwards of the tapped modules. Call at the end of `load_model`, before the first forward."""
@@ -113,7 +117,15 @@ class TapSet:
         for path, taps in by_module.items():
             _wrap_forward(model.get_submodule(path), taps, tp_size)
 
-    def begin_step(self, take: StepTake | None, *, n_rows: int, graphed: bool, device: torch.device) -> None:
+    def begin_step(
+        self,
+        take: StepTake | None,
+        *,
+        n_rows: int,
+        graphed: bool,
+        device: torch.device,
+        reducer: StepReducer | None = None,
+    ) -> None:
         """Say which rows of the coming pass are wanted.
 
         Args:
@@ -121,23 +133,28 @@ class TapSet:
             n_rows: rows that belong to requests.
             graphed: the pass may be replayed from a graph, in which case the op's Python body does not run.
             device: of the model.
+            reducer: makes one partial row for each request of what is taken; None: rows stay as they are.
         """
         self._take = take
+        self._reducer = reducer
         self._n_rows = n_rows
         self._graphed = graphed
         self._index_M = self._sampled_M = None
         for tap in self._taps:
             tap.fired = False
-            tap.direct_MD = None
+            tap.direct = None
             tap.error = None
         if take is not None:
             if not take.leading:
-                self._index_M = _to_device(take.source_rows, device)
+                self._index_M = to_device(take.source_rows, device)
             if any(tap.location.alias == "logits" for tap in self._taps):
-                self._sampled_M = _to_device(take.sampled_rows, device)
+                self._sampled_M = to_device(take.sampled_rows, device)
 
     def take_rows(self, x_PD: Tensor, residual_PD: Tensor | None, location: Location | None = None) -> Tensor:
-        """A copy [M, D] of the wanted rows in the store's dtype (in its own dtype without a location)."""
+        """A copy [M, D] of the wanted rows in the store's dtype (in its own dtype without a location).
+
+        With a reducer, and a location: [S, D] float32, one partial row for each request.
+        """
         take = self._take
         if take is None:
             # Profiling pass: copy all rows, so that the copy is part of the measured memory.
@@ -152,11 +169,13 @@ class TapSet:
             rows = x_PD.index_select(0, self._index_M)
             if residual_PD is not None:
                 rows = rows.add_(residual_PD.index_select(0, self._index_M))
+        if self._reducer is not None and location is not None:
+            return self._reducer.reduce(rows)
         dtype = self._store_dtype if location is not None else rows.dtype
         return rows.to(dtype, copy=rows.data_ptr() == x_PD.data_ptr()).contiguous()
 
     def end_step(self) -> list[tuple[Location, Tensor]]:
-        """The taken rows [M, D] of each owned location, on the device.
+        """The taken rows of each owned location, on the device: as `take_rows` has them.
 
         Raises:
             TapError: a tap failed or did not fire.
@@ -170,12 +189,12 @@ class TapSet:
                 raise TapError(f"the tap at {name} ({tap.location.path}) failed: {tap.error}") from tap.error
             if not tap.fired and not self._graphed:
                 raise TapError(f"the tap at {name} ({tap.location.path}) did not fire in a step of {self._n_rows} rows")
-            rows = tap.direct_MD
+            rows = tap.direct
             if rows is None:
                 if self._n_rows > tap.buffer_PD.shape[0]:
                     raise TapError(f"the tap at {name} fired without rows for a step of {self._n_rows} rows")
                 rows = self.take_rows(tap.buffer_PD, None, tap.location)
-            tap.direct_MD = None
+            tap.direct = None
             taken.append((tap.location, rows))
         self._take = None
         return taken
@@ -183,13 +202,6 @@ class TapSet:
     def unfired(self) -> list[str]:
         """Names of the owned locations whose tap has not fired since the last `begin_step`."""
         return [tap.location.name for tap in self._taps if not tap.fired]
-
-
-def _to_device(rows_M: object, device: torch.device) -> Tensor:
-    index = torch.from_numpy(rows_M)
-    if device.type == "cpu":
-        return index
-    return index.pin_memory().to(device, non_blocking=True)
 
 
 def _wrap_forward(module: nn.Module, taps: Sequence[tuple[Location, int, Tensor]], tp_size: int) -> None:
