@@ -31,9 +31,8 @@ from storage.unit_writer import UnitReceipt
 
 # Requests waiting in the engine beyond those that run: enough that a step is never short, few enough to stay cheap.
 QUEUED_REQUESTS_PER_SLOT = 2
-# How long the loop sleeps while a unit is sealed, and while a full ring keeps the engine from stepping.
-IDLE_WAIT_S = 0.02
-GATED_WAIT_S = 0.002
+# How long the loop sleeps while it waits for the sinks: for a seal, or for room in a full ring.
+SINK_WAIT_S = 0.002
 # How often the sinks are asked for results while the engine steps: each time is a round trip to every rank.
 POLL_INTERVAL_S = 0.01
 
@@ -179,7 +178,7 @@ class Feeder:
         self._poll()
         with self._wake:
             if not self._leases and not self._stopping:
-                self._wake.wait(GATED_WAIT_S if self._llm.busy else IDLE_WAIT_S if self._units else 0.5)
+                self._wake.wait(SINK_WAIT_S if self._llm.busy or self._units else 0.5)
 
     def _admit_leases(self) -> None:
         while self._leases:

@@ -9,22 +9,24 @@ from typing import Any
 class DeviceTime:
     """A context: records the device's activity inside."""
 
+    def __init__(self) -> None:
+        self._profile: Any = None
+
     def __enter__(self) -> DeviceTime:
         import torch
 
-        activities = [torch.profiler.ProfilerActivity.CUDA if torch.cuda.is_available() else None]
-        self._profile = torch.profiler.profile(activities=[each for each in activities if each is not None])
-        if activities[0] is not None:
+        if torch.cuda.is_available():
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self._profile.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._profile.activities:
+        if self._profile is not None:
             self._profile.__exit__(*error)
 
     def summary(self) -> dict[str, Any]:
         """Shares of the time from the first kernel to the last: kernels, copies to the host, and where it idled."""
-        if not self._profile.activities:
+        if self._profile is None:
             return {}
         kernels: list[tuple[int, int, str]] = []
         copies: list[tuple[int, int, str]] = []
