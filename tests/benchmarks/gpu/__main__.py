@@ -107,6 +107,7 @@ def main() -> None:
     """Start all, then go round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", default=["plain", "one", "four", "all", "stop"])
+    parser.add_argument("--skip", nargs="*", default=[], help="system:workload pairs to leave out")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=560)
     parser.add_argument("--disk-files", type=int, default=32, help="256 MiB each, for the disk's raw rate; 0: skip")
@@ -123,7 +124,9 @@ def main() -> None:
         _note(options.out, system=name, kind="start", **started)
         if "error" in started:
             del children[name]
-    rounds = [(name, workload) for name in children for workload in SCHEDULE[name]]
+    rounds = [
+        (name, workload) for name in children for workload in SCHEDULE[name] if f"{name}:{workload}" not in options.skip
+    ]
     for repeat in range(options.repeats + 1):
         if repeat and options.disk_files:
             _note(options.out, system="disk", workload="raw", repeat=repeat, **_disk(options))
