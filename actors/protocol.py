@@ -44,6 +44,8 @@ class EngineSpec:
     """Further engine arguments under vLLM's names."""
     ring_bytes: int = 1 << 30
     writer_threads: int = 4
+    prompt_tokens: float = 0.0
+    """Mean length of the run's prompts; decides how many requests make a full step. 0: not known."""
     stop_early: bool = True
     """Stop the forward after the last wanted layer, where nothing later is needed."""
     fake: dict[str, Any] | None = None

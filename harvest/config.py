@@ -231,7 +231,8 @@ class EngineConfig(Section):
     """Units leased to one engine at a time, so that it computes while another unit is sealed."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments under vLLM's own names (max_num_seqs, gpu_memory_utilization, enforce_eager,
-    ...)."""
+    ...). How much a step holds (max_num_batched_tokens, max_num_seqs) is chosen from the prompts' mean length and
+    `limits.ring_bytes` where it is not set."""
 
 
 class LimitsConfig(Section):

@@ -154,6 +154,7 @@ def engine_spec(config: RunConfig, folder: RunFolder, *, profile: bool = False) 
         vllm=config.engine.vllm,
         ring_bytes=config.limits.ring_bytes,
         writer_threads=config.limits.writer_threads,
+        prompt_tokens=folder.run["n_prompt_tokens"] / max(1, folder.run["n_invokes"]),
         profile=profile,
     )
 

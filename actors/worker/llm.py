@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 from actors.protocol import EngineSpec
+from actors.step_size import step_arguments
 from actors.worker import self_test
 
 # Argument -> why it is refused when it is set to something that is true.
@@ -88,6 +90,15 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         # Token ids go in and rows come out; text is needed to find the end of a generated answer only.
         "skip_tokenizer_init": not spec.generates,
+        **step_arguments(
+            spec.vllm,
+            on_cpu=on_cpu,
+            generates=spec.generates,
+            row_bytes=spec.row_bytes,
+            ring_bytes=spec.ring_bytes,
+            prompt_tokens=spec.prompt_tokens,
+            max_model_len=spec.max_model_len,
+        ),
     }
     if spec.tensor_parallel_size > 1:
         # Inside a placement group vLLM would choose Ray; ranks of one node are children of the actor.
@@ -125,6 +136,7 @@ class Llm:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._spec = spec
+        self._parameters: dict[int, Any] = {}
         arguments = engine_arguments(spec, on_cpu=current_platform.is_cpu())
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         scheduler = self._engine.vllm_config.scheduler_config
@@ -149,20 +161,31 @@ class Llm:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import TokensPrompt
+
+        # Checking the same settings for each request would cost as much as a short prompt's pass.
+        shared = self._parameters.get(request.max_tokens)
+        if shared is None:
+            shared = self._parameters[request.max_tokens] = self._make_parameters(request.max_tokens)
+        parameters = copy(shared)
+        parameters.extra_args = {"harvest": request.harvest}
+        seed = self._spec.sampling.get("seed")
+        if seed is not None:
+            parameters.seed = (seed + request.harvest["invoke"]) & 0x7FFF_FFFF
+        self._engine.add_request(request.request_id, TokensPrompt(prompt_token_ids=request.token_ids), parameters)
+
+    def _make_parameters(self, max_tokens: int) -> Any:
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = dict(self._spec.sampling)
-        if sampling.get("seed") is not None:
-            sampling["seed"] = (sampling["seed"] + request.harvest["invoke"]) & 0x7FFF_FFFF
-        parameters = SamplingParams(
-            **sampling,
-            max_tokens=request.max_tokens,
-            detokenize=bool(sampling.get("stop")),
+        return SamplingParams(
+            **self._spec.sampling,
+            max_tokens=max_tokens,
+            detokenize=bool(self._spec.sampling.get("stop")),
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"harvest": request.harvest},
+            # Each request gets a copy of its own here; vLLM would make a deep one, at half of the cost of adding it.
+            skip_clone=True,
         )
-        self._engine.add_request(request.request_id, TokensPrompt(prompt_token_ids=request.token_ids), parameters)
 
     def step(self) -> list[Finished]:
         """One engine step; the requests that ended in it."""
