@@ -96,6 +96,7 @@ class ScriptedLlm:
                     max_tokens=request.max_tokens,
                     invoke=wanted["invoke"],
                     token_ids=request.token_ids,
+                    spans=wanted.get("spans"),
                 ),
                 reduced=self._spec.selection.reduce is not None,
             ),

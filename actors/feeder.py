@@ -26,7 +26,7 @@ import numpy as np
 from actors.profile import StageClock, WorkerTimes, engine_profile
 from actors.protocol import EngineSpec, EngineStats, InvokeOutcome, Lease, Receipt, UnitFailure
 from actors.worker.llm import Finished, Request
-from storage.plan_files import PlanReader
+from storage.plan_files import SPANS_FIELD, PlanReader
 from storage.unit_writer import UnitReceipt
 
 # Requests waiting in the engine beyond those that run: enough that a step is never short, few enough to stay cheap.
@@ -48,6 +48,8 @@ class PlannedInvoke:
     token_ids: list[int]
     truncated: bool = False
     """The prompt was cut to the model's length."""
+    row_spans: list[int] | None = None
+    """Begin, end, begin, end, ... of the prompt's tokens that may have rows; None: all of them."""
 
 
 def read_planned(plan: PlanReader, unit: int, *, unit_rows: int) -> Iterator[PlannedInvoke]:
@@ -60,6 +62,7 @@ def read_planned(plan: PlanReader, unit: int, *, unit_rows: int) -> Iterator[Pla
             max_tokens=row["max_tokens"],
             token_ids=row["token_ids"],
             truncated=row["truncated"],
+            row_spans=row.get(SPANS_FIELD.name),
         )
 
 
@@ -207,6 +210,7 @@ class Feeder:
                             "invoke": invoke.invoke,
                             "unit_row": invoke.unit_row,
                             "n_prompt": len(invoke.token_ids),
+                            "spans": invoke.row_spans,
                         },
                     )
                 )
@@ -241,6 +245,7 @@ class Feeder:
                 max_tokens=planned.max_tokens,
                 invoke=planned.invoke,
                 token_ids=planned.token_ids,
+                spans=planned.row_spans,
             )
             # The last generated token is never fed back, so it has no row.
             n_rows = int(np.searchsorted(positions, n_prompt + max(n_generated, 1) - 1))

@@ -6,7 +6,8 @@ the last token is never fed back.
 
 Order of work: the source gives candidate positions; `skip_first` and `special_ids` drop some; `select` picks from what
 is left. So `last` without special tokens is the last token that is not special, and `sample` takes as many as it is
-asked for. `reduce` then makes one row of what was picked.
+asked for. `roles` drops like `special_ids`: which tokens of a chat belong to them is found when it is tokenised, and
+comes as spans. `reduce` then makes one row of what was picked.
 
 Invariants:
 
@@ -14,7 +15,7 @@ Invariants:
 - A request that ends early has exactly the planned positions that it reached. What depends on where an answer ends
   (`last`, negative bounds of a `slice`) can therefore not be placed among generated tokens and is refused, unless every
   answer has the same length (`exact_length`).
-- Generated tokens are unknown when rows are placed, so `special_ids` drops prompt tokens only.
+- Generated tokens are unknown when rows are placed, so `special_ids` and `roles` drop prompt tokens only.
 - A sample depends on (seed, invoke) alone, on every platform and NumPy version: the positions with the smallest values
   of a fixed 64-bit hash.
 """
@@ -60,6 +61,8 @@ class Selection:
     """Positions below this one get no row."""
     special_ids: tuple[int, ...] = ()
     """Prompt tokens with these ids get no row; empty keeps all."""
+    roles: tuple[str, ...] = ()
+    """Prompt tokens outside the spans that belong to these roles get no row; empty keeps all."""
     seed: int = 0
     exact_length: bool = False
     """Every answer has exactly `max_tokens` tokens: no end-of-sequence or stop string can end it sooner."""
@@ -92,6 +95,8 @@ class Selection:
                 f'reduce = "{self.reduce}" with source = "{self.source}" would need to know where an answer ends when '
                 'its one row gets its place: use source = "prompt", or store all rows and reduce when reading'
             )
+        if self.roles and self.source == "generated":
+            raise SelectionError('roles picks tokens of the prompt: use source = "prompt" or "both"')
         if self.takes_generated and not self.exact_length:
             self._refuse_open_end()
         object.__setattr__(self, "special_ids", tuple(sorted({int(token) for token in self.special_ids})))
@@ -115,8 +120,19 @@ class Selection:
         """Some generated token may get a row."""
         return self.source != "prompt"
 
+    @property
+    def drops_prompt_tokens(self) -> bool:
+        """Which rows a prompt has depends on its tokens: `count_dropped` counts."""
+        return bool(self.special_ids or self.roles) and self.source != "generated"
+
     def positions(
-        self, *, n_prompt_tokens: int, max_tokens: int, invoke: int, token_ids: Sequence[int] | None = None
+        self,
+        *,
+        n_prompt_tokens: int,
+        max_tokens: int,
+        invoke: int,
+        token_ids: Sequence[int] | None = None,
+        spans: Sequence[int] | None = None,
     ) -> NDArray[np.int64]:
         """Planned row positions of one invoke; with `reduce`, those that its one row covers.
 
@@ -125,12 +141,14 @@ class Selection:
             max_tokens: tokens the request may generate.
             invoke: its id; chooses its sample.
             token_ids: the prompt's token ids; needed where `special_ids` is not empty, else ignored.
+            spans: begin, end, begin, end, ... (ends exclusive) of the prompt's tokens that belong to `roles`; needed
+                where `roles` is not empty, else ignored.
 
         Returns:
             [n_rows] int64, ascending; for an answer of `max_tokens` tokens. A shorter answer of n tokens has those
             below `n_prompt_tokens + n - 1`.
         """
-        candidates = self._candidates(n_prompt_tokens, max_tokens, token_ids)
+        candidates = self._candidates(n_prompt_tokens, max_tokens, token_ids, spans)
         match self.select:
             case "all":
                 return candidates
@@ -147,23 +165,30 @@ class Selection:
                 ranks = _hash(candidates, self.seed, invoke)
                 return np.sort(candidates[np.argpartition(ranks, self.sample - 1)[: self.sample]])
 
-    def count(self, *, n_prompt_tokens: int, max_tokens: int, token_ids: Sequence[int] | None = None) -> int:
+    def count(
+        self,
+        *,
+        n_prompt_tokens: int,
+        max_tokens: int,
+        token_ids: Sequence[int] | None = None,
+        spans: Sequence[int] | None = None,
+    ) -> int:
         """Number of planned rows of one invoke: the length of `positions` (at most 1 with `reduce`), for less work."""
-        n_special = self.count_special(token_ids) if self.special_ids else 0
-        return int(self.counts([n_prompt_tokens], max_tokens, [n_special])[0])
+        n_dropped = self.count_dropped(n_prompt_tokens, token_ids, spans) if self.drops_prompt_tokens else 0
+        return int(self.counts([n_prompt_tokens], max_tokens, [n_dropped])[0])
 
     def counts(
         self,
         n_prompt_tokens: NDArray[np.integer[Any]] | Sequence[int],
         max_tokens: NDArray[np.integer[Any]] | int,
-        n_special: NDArray[np.integer[Any]] | Sequence[int] | int = 0,
+        n_dropped: NDArray[np.integer[Any]] | Sequence[int] | int = 0,
     ) -> NDArray[np.int64]:
         """Numbers of planned rows of many invokes.
 
         Args:
             n_prompt_tokens: [n_invokes] lengths of the prompts.
             max_tokens: [n_invokes] or one number, tokens the requests may generate.
-            n_special: [n_invokes] `count_special` of each prompt, where `special_ids` is not empty.
+            n_dropped: [n_invokes] `count_dropped` of each prompt, where `drops_prompt_tokens`.
 
         Returns:
             [n_invokes] int64.
@@ -172,8 +197,8 @@ class Selection:
         end = n_prompt + np.maximum(np.asarray(max_tokens, np.int64) - 1, 0) if self.takes_generated else n_prompt
         begin = n_prompt if self.source == "generated" else np.zeros_like(n_prompt)
         n = np.maximum(end - np.maximum(begin, self.skip_first), 0)
-        if self.special_ids and self.source != "generated":
-            n = n - np.asarray(n_special, np.int64)
+        if self.drops_prompt_tokens:
+            n = n - np.asarray(n_dropped, np.int64)
         n = self._picked(n)
         return np.minimum(n, 1) if self.reduce else n
 
@@ -192,28 +217,43 @@ class Selection:
                 assert self.sample is not None
                 return np.minimum(n, self.sample)
 
-    def count_special(self, token_ids: Sequence[int] | None) -> int:
-        """Number of a prompt's tokens that `special_ids` drops (beyond those that `skip_first` does)."""
-        return int(np.count_nonzero(self._is_special(token_ids)[self.skip_first :]))
+    def count_dropped(
+        self, n_prompt: int, token_ids: Sequence[int] | None = None, spans: Sequence[int] | None = None
+    ) -> int:
+        """Number of a prompt's tokens that `special_ids` and `roles` drop (beyond those that `skip_first` does)."""
+        return int(np.count_nonzero(self._dropped(n_prompt, token_ids, spans)[self.skip_first :]))
 
-    def _candidates(self, n_prompt: int, max_tokens: int, token_ids: Sequence[int] | None) -> NDArray[np.int64]:
+    def _candidates(
+        self, n_prompt: int, max_tokens: int, token_ids: Sequence[int] | None, spans: Sequence[int] | None
+    ) -> NDArray[np.int64]:
         n_prompt_rows = 0 if self.source == "generated" else n_prompt
         begin = max(n_prompt - n_prompt_rows, self.skip_first)
         end = n_prompt + max(max_tokens - 1, 0) if self.takes_generated else n_prompt
         candidates = np.arange(begin, max(begin, end), dtype=np.int64)
-        if not self.special_ids or not n_prompt_rows:
+        if not self.drops_prompt_tokens:
             return candidates
-        special = self._is_special(token_ids)
-        if len(special) != n_prompt:
-            raise ValueError(f"{len(special)} token ids for a prompt of {n_prompt} tokens")
         kept = np.ones(len(candidates), np.bool_)
-        kept[: max(n_prompt - begin, 0)] = ~special[begin:]
+        kept[: max(n_prompt - begin, 0)] = ~self._dropped(n_prompt, token_ids, spans)[begin:]
         return candidates[kept]
 
-    def _is_special(self, token_ids: Sequence[int] | None) -> NDArray[np.bool_]:
-        if token_ids is None:
-            raise ValueError("a selection that skips special tokens needs the prompt's token ids")
-        return np.isin(np.asarray(token_ids, np.int64), np.asarray(self.special_ids, np.int64))
+    def _dropped(
+        self, n_prompt: int, token_ids: Sequence[int] | None, spans: Sequence[int] | None
+    ) -> NDArray[np.bool_]:
+        dropped = np.zeros(n_prompt, np.bool_)
+        if self.special_ids:
+            if token_ids is None:
+                raise ValueError("a selection that skips special tokens needs the prompt's token ids")
+            if len(token_ids) != n_prompt:
+                raise ValueError(f"{len(token_ids)} token ids for a prompt of {n_prompt} tokens")
+            dropped |= np.isin(np.asarray(token_ids, np.int64), np.asarray(self.special_ids, np.int64))
+        if self.roles:
+            if spans is None:
+                raise ValueError("a selection by roles needs the prompt's spans")
+            kept = np.zeros(n_prompt, np.bool_)
+            for begin, end in zip(spans[::2], spans[1::2], strict=True):
+                kept[begin:end] = True
+            dropped |= ~kept
+        return dropped
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON-ready values."""
@@ -222,7 +262,8 @@ class Selection:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Selection:
         """The inverse of `to_json`."""
-        return cls(**{**fields, "special_ids": tuple(fields.get("special_ids", ()))})
+        lists = {name: tuple(fields.get(name, ())) for name in ("special_ids", "roles")}
+        return cls(**{**fields, **lists})
 
 
 def _bound(bound: int | None, n: NDArray[np.int64], default: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -96,7 +96,7 @@ class TokenizationConfig(Section):
 class RowsConfig(Section):
     """Which of an invoke's tokens get a row. One selection serves all locations of a run.
 
-    `skip_first` and `skip_special_tokens` come first; `select` then picks from what they leave of the source.
+    `skip_first`, `skip_special_tokens` and `roles` come first; `select` then picks from what they leave of the source.
     """
 
     select: Literal["all", "last", "slice", "every", "sample"] = "all"
@@ -116,6 +116,10 @@ class RowsConfig(Section):
     """Give no row to the prompt's special tokens (BOS, EOS, chat markers); generated ones keep theirs."""
     skip_first: int = Field(default=0, ge=0)
     """Give no row to the first so many tokens of each invoke (attention sinks)."""
+    roles: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Chat messages only: give rows to prompt tokens inside the content of messages of these roles alone, as
+    `["assistant"]`. The word `template` stands for the chat template's own tokens: headers, separators, the generation
+    prompt."""
     reduce: Literal["mean", "max"] | None = None
     """Make one row of an invoke's selected tokens: their mean, or the largest value in each column. Prompt tokens
     only. Without it each token has its row."""
@@ -140,6 +144,7 @@ class RowsConfig(Section):
             sample=self.sample,
             skip_first=self.skip_first,
             special_ids=tuple(special_ids) if self.skip_special_tokens else (),
+            roles=self.roles or (),
             seed=seed,
             exact_length=generation.exact_length,
             reduce=self.reduce,
@@ -262,6 +267,14 @@ class RunConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     seed: int = 0
     """Seed of the shuffle and of sampled rows."""
+
+    @model_validator(mode="after")
+    def _roles_have_messages(self) -> RunConfig:
+        if self.capture.rows.roles and self.dataset.messages_column is None:
+            raise ValueError(
+                "capture.rows.roles needs chat messages: set dataset.messages_column, or leave out capture.rows.roles"
+            )
+        return self
 
     def content(self) -> dict[str, Any]:
         """The settings that decide what is stored, as JSON-ready values; the store's path is not one of them."""

@@ -18,6 +18,7 @@ Reason = Literal[
     "bad_id",
     "bad_tokens",
     "bad_messages",
+    "unclear_roles",
     "no_tokens",
     "overlong",
     "no_rows",

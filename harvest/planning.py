@@ -22,6 +22,7 @@ from actors.location_errors import LocationError
 from actors.locations_probe import ProbeError, probe_locations
 from actors.selection import Selection, SelectionError
 from actors.worker.llm import EngineArgumentError, check_engine_arguments
+from harvest.chat_roles import TEMPLATE
 from harvest.config import RunConfig
 from harvest.dataset import Dataset, Problem, open_dataset
 from harvest.encoding import part_of, record_of
@@ -33,7 +34,7 @@ from harvest.token_spill import TokenSpill
 from harvest.tokenization import tokenize
 from harvest.tokenizer import TokenizerInfo, TokenizerSource
 from storage.format import LocationSpec, StoreLayout, numpy_dtype
-from storage.plan_files import INVOKE_SCHEMA, SKIPPED_SCHEMA, PlanSource
+from storage.plan_files import INVOKE_SCHEMA, SKIPPED_SCHEMA, SPANS_FIELD, PlanSource
 from storage.run_folder import RunFolder, check_place, free_bytes
 
 
@@ -48,6 +49,8 @@ class _Invokes:
     n_rows: NDArray[np.int64]
     spilled: NDArray[np.int64]
     """[P] index of each in the token spill, which also holds invokes without rows."""
+    spans: pa.ListArray | None
+    """[P] `row_spans` of each, where rows go by roles."""
     skipped: list[Problem]
     n_ids: int
     """Invoke ids are 0..n_ids-1, those of skipped records included."""
@@ -187,11 +190,19 @@ def _read_invokes(
     ids: list[int] = []
     keys: list[str | None] = []
     truncated: list[bool] = []
-    special: list[int] = []
+    dropped: list[int] = []
+    spans: list[pa.ListArray] = []
+    seen_roles: frozenset[str] = frozenset()
     skipped: list[Problem] = []
     n_records = 0
     with tokenize(
-        dataset, source, config.tokenization, max_length=max_length, max_tokens=max_tokens, n_vocabulary=n_vocabulary
+        dataset,
+        source,
+        config.tokenization,
+        max_length=max_length,
+        max_tokens=max_tokens,
+        n_vocabulary=n_vocabulary,
+        roles=config.capture.rows.roles or (),
     ) as batches:
         selection = make_selection(config, batches.tokenizer)
         for batch in batches:
@@ -202,12 +213,20 @@ def _read_invokes(
             ids += table.column("invoke").to_pylist()
             keys += table.column("key").to_pylist()
             truncated += table.column("truncated").to_pylist()
-            if selection.special_ids:
-                special += [selection.count_special(prompt) for prompt in tokens.to_pylist()]
+            if selection.roles:
+                spans.append(table.column("row_spans"))
+                seen_roles |= batch.roles
+            if selection.drops_prompt_tokens:
+                own_spans = spans[-1].to_pylist() if selection.roles else [None] * len(tokens)
+                dropped += [
+                    selection.count_dropped(len(prompt), prompt, own)
+                    for prompt, own in zip(tokens.to_pylist(), own_spans, strict=True)
+                ]
             skipped += batch.skipped
             n_records += batch.n_records
     n_prompt = spill.close_writing()
-    n_rows = selection.counts(n_prompt, max_tokens, special if special else 0)
+    _refuse_unknown_roles(selection, seen_roles)
+    n_rows = selection.counts(n_prompt, max_tokens, dropped if dropped else 0)
     numbered, named, n_ids = _number_parts(np.array(ids, np.int64), keys, n_records)
     kept = np.flatnonzero(n_rows)
     for index in np.flatnonzero(n_rows == 0).tolist():
@@ -222,7 +241,7 @@ def _read_invokes(
     if not len(kept):
         raise PlanError(
             f"none of the {len(n_rows):,} invokes has a token that the row selection takes: loosen capture.rows "
-            "(skip_first, start, stop)"
+            "(roles, skip_first, start, stop)"
         )
     invokes = _Invokes(
         ids=numbered[kept],
@@ -231,10 +250,20 @@ def _read_invokes(
         n_prompt=n_prompt[kept],
         n_rows=n_rows[kept],
         spilled=kept,
+        spans=pa.concat_arrays(spans).take(pa.array(kept)) if spans else None,
         skipped=sorted(skipped, key=lambda problem: problem.invoke),
         n_ids=n_ids,
     )
     return invokes, selection
+
+
+def _refuse_unknown_roles(selection: Selection, seen: frozenset[str]) -> None:
+    unknown = sorted(set(selection.roles) - seen - {TEMPLATE})
+    if unknown:
+        raise PlanError(
+            f"capture.rows.roles: no message of the dataset has the role {', '.join(unknown)}, so there are no rows of "
+            f"it; the roles are {', '.join(sorted(seen))}, and {TEMPLATE} for the chat template's own tokens"
+        )
 
 
 def _number_parts(
@@ -318,7 +347,11 @@ def _unit_tables(
             "truncated": invokes.truncated[members],
             "token_ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens)),
         }
-        yield pa.table(columns).select(INVOKE_SCHEMA.names)
+        names = list(INVOKE_SCHEMA.names)
+        if invokes.spans is not None:
+            columns[SPANS_FIELD.name] = invokes.spans.take(pa.array(members))
+            names.append(SPANS_FIELD.name)
+        yield pa.table(columns).select(names)
 
 
 def _skipped_table(skipped: list[Problem]) -> pa.Table:

@@ -41,6 +41,7 @@ def tokenize(
     max_length: int,
     max_tokens: int = 1,
     n_vocabulary: int | None = None,
+    roles: tuple[str, ...] = (),
 ) -> Tokenization:
     """Turn a dataset's records into invokes.
 
@@ -51,6 +52,7 @@ def tokenize(
         max_length: the model's length in tokens, prompt and generated tokens together.
         max_tokens: tokens to generate for each prompt.
         n_vocabulary: ids the model knows (its embedding's rows); default: those of the tokenizer.
+        roles: chat messages: only tokens of these roles may have rows; empty means all.
 
     Returns:
         An iterator of `TokenizedBatch`, to be closed (`with`) unless it is iterated to its end. While it is iterated it
@@ -75,6 +77,7 @@ def tokenize(
         overlong=config.overlong,
         max_prompt_tokens=max_length - max_tokens,
         n_vocabulary=n_vocabulary,
+        roles=roles,
     )
     batches = dataset.records()
     start, is_small = _read_start(batches)

@@ -8,11 +8,15 @@ template's.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from harvest.chat_roles import RolesError, find_contents, tokens_of_roles
 from harvest.dataset_checks import Bad
 from harvest.errors import ConfigError
 
@@ -44,14 +48,24 @@ class TokenizerInfo:
     """All special tokens: BOS, EOS, padding, chat markers."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedRoles:
+    """Token ids [S] of a conversation, which of them belong to the wanted roles, and the roles of its messages."""
+
+    token_ids: list[int]
+    kept: NDArray[np.bool_]
+    roles: frozenset[str]
+
+
 class Tokenizer:
     """A loaded tokenizer.
 
     Raises:
-        ConfigError: there is none, it cannot be loaded, or chat messages need a template that it lacks.
+        ConfigError: there is none, it cannot be loaded, or chat messages need a template that it lacks, or their roles
+            a fast tokenizer.
     """
 
-    def __init__(self, source: TokenizerSource, *, for_messages: bool = False) -> None:
+    def __init__(self, source: TokenizerSource, *, for_messages: bool = False, for_roles: bool = False) -> None:
         self._source = source
         self._tokenizer = _load(source)
         self._adds_bos = False
@@ -62,6 +76,12 @@ class Tokenizer:
             raise ConfigError(
                 f"the tokenizer of {source.name} has no chat template, which dataset.messages_column needs: set "
                 "model.tokenizer to one that has, or give the prompts as text"
+            )
+        if for_roles and not self._tokenizer.is_fast:
+            raise ConfigError(
+                f"capture.rows.roles needs a fast tokenizer, which says what characters each token covers; that of "
+                f"{source.name} is a slow one ({type(self._tokenizer).__name__}): set model.tokenizer to one with a "
+                "tokenizer.json, or leave out capture.rows.roles"
             )
 
     @property
@@ -104,17 +124,49 @@ class Tokenizer:
         encoded = iter(self.encode_texts(texts, add_special_tokens=False))
         return [text if isinstance(text, Bad) else next(encoded) for text in rendered]
 
-    def _render(self, conversation: str, add_generation_prompt: bool) -> str | Bad:
+    def encode_roles(
+        self, conversations: Sequence[str], *, add_generation_prompt: bool, roles: Collection[str]
+    ) -> list[EncodedRoles | Bad]:
+        """As `encode_messages`, with the tokens that belong to one of `roles`."""
+        return [self._encode_roles(each, add_generation_prompt, roles) for each in conversations]
+
+    def _encode_roles(
+        self, conversation: str, add_generation_prompt: bool, roles: Collection[str]
+    ) -> EncodedRoles | Bad:
         messages = parse_messages(conversation)
         if isinstance(messages, Bad):
             return messages
+        text = self._render_messages(messages, add_generation_prompt)
+        if isinstance(text, Bad):
+            return text
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            contents = find_contents(messages, text, lambda other: self._apply_template(other, add_generation_prompt))
+        except RolesError as error:
+            return Bad(reason="unclear_roles", detail=str(error))
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        return EncodedRoles(
+            token_ids=encoded["input_ids"],
+            kept=tokens_of_roles(offsets, text, contents, roles),
+            roles=frozenset(message["role"] for message in messages),
+        )
+
+    def _render(self, conversation: str, add_generation_prompt: bool) -> str | Bad:
+        messages = parse_messages(conversation)
+        return messages if isinstance(messages, Bad) else self._render_messages(messages, add_generation_prompt)
+
+    def _apply_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _render_messages(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str | Bad:
+        try:
+            text = self._apply_template(messages, add_generation_prompt)
         except Exception as error:  # a template is a program: it may raise whatever it likes
             return Bad(reason="bad_messages", detail=f"the chat template refuses it: {type(error).__name__}: {error}")
-        assert isinstance(text, str)
         return _encodable(text)
 
 

@@ -115,6 +115,7 @@ def _covered(selection: Selection, stored: Prompt) -> np.ndarray[Any, Any] | Non
         max_tokens=1,  # a reduction is over prompt tokens alone
         invoke=stored.invoke,
         token_ids=stored.prompt_token_ids.tolist(),
+        spans=None if stored.row_spans is None else stored.row_spans.reshape(-1).tolist(),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from storage.format import StoreLayout
+from storage.plan_files import SPANS_FIELD
 from storage.receipt import UnitReceipt
 
 _Labels = dict[str, "np.ndarray[Any, Any]"]
@@ -39,14 +40,22 @@ def label_problems(
     """What is wrong with a unit's labels, one sentence each.
 
     `plan` holds the unit's columns, `labels` the unit's `tokens/*` by path, each [k x R]. Every planned invoke must own
-    exactly the rows its receipt says, in rising positions, with the prompt's token ids; all other rows must be holes.
+    exactly the rows its receipt says, in rising positions, with the prompt's token ids, and inside its spans where the
+    plan has any; all other rows must be holes.
     """
     first_row = layout.rows_of(receipt.unit).start
     ended = {x.invoke: x for x in receipt.invokes}
     expected = np.full(layout.unit_rows, -1, np.int64)
     owner, ids, positions = labels["tokens/invoke"], labels["tokens/id"], labels["tokens/position"]
-    for invoke, start, reserved, n_prompt, tokens in zip(
-        plan["invoke"], plan["row_start"], plan["n_rows"], plan["n_prompt_tokens"], plan["token_ids"], strict=True
+    all_spans = plan.get(SPANS_FIELD.name, [None] * len(plan["invoke"]))
+    for invoke, start, reserved, n_prompt, tokens, spans in zip(
+        plan["invoke"],
+        plan["row_start"],
+        plan["n_rows"],
+        plan["n_prompt_tokens"],
+        plan["token_ids"],
+        all_spans,
+        strict=True,
     ):
         if invoke not in ended:
             yield f"the receipt does not say how invoke {invoke} ended"
@@ -66,6 +75,9 @@ def label_problems(
         wrong = ids[where][prompt] != np.asarray(tokens, np.int32)[at[prompt]]
         if wrong.any():
             yield f"{int(wrong.sum())} token ids of invoke {invoke} are not those of its prompt"
+        # A position is inside a span if it is past an odd number of begins and ends.
+        if spans is not None and (np.searchsorted(spans, at[prompt], side="right") % 2 == 0).any():
+            yield f"invoke {invoke} has rows of tokens outside its spans"
     foreign = (owner != expected) & (expected == -1)
     if foreign.any():
         row = int(np.argmax(foreign))

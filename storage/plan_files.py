@@ -39,6 +39,9 @@ INVOKE_SCHEMA = pa.schema(
 )
 """Columns of a planned invoke: `key` is the user's id, `row_start` counts over the whole store, `n_rows` is reserved,
 `truncated` says that the prompt was cut to the model's length."""
+SPANS_FIELD = pa.field("row_spans", pa.list_(pa.int32()))
+"""A further column of plans that give rows to some roles of chat messages only: the prompt's tokens that belong to
+them, as begin, end, begin, end, ..., ends exclusive, rising."""
 SUMMARY_COLUMNS = [name for name in INVOKE_SCHEMA.names if name != "token_ids"]
 SKIPPED_SCHEMA = pa.schema(
     [
@@ -54,7 +57,10 @@ SKIPPED_FILE = "skipped.parquet"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSource:
-    """A plan that is not on disk yet: one table of `INVOKE_SCHEMA` a unit, in order, and the skipped invokes."""
+    """A plan that is not on disk yet: one table of `INVOKE_SCHEMA` a unit, in order, and the skipped invokes.
+
+    All tables have the column `SPANS_FIELD`, or none.
+    """
 
     units: Iterable[pa.Table]
     skipped: pa.Table | None = None
@@ -96,13 +102,16 @@ def write_plan(folder: Path, units: Iterable[pa.Table], skipped: pa.Table | None
         write_file(folder / name, content)
         files[name] = (len(content), digest(content))
 
+    schema = INVOKE_SCHEMA
     for unit, table in enumerate(units):
-        table = _checked(table, unit)
+        if unit == 0 and SPANS_FIELD.name in table.column_names:
+            schema = schema.append(SPANS_FIELD)
+        table = _checked(table, unit, schema)
         if unit % UNITS_PER_FILE == 0:
             if unit:
                 finish(invoke_file(unit // UNITS_PER_FILE - 1))
             sink = io.BytesIO()
-            writer = pq.ParquetWriter(sink, INVOKE_SCHEMA, compression="zstd", use_dictionary=False)
+            writer = pq.ParquetWriter(sink, schema, compression="zstd", use_dictionary=False)
         assert writer is not None
         writer.write_table(table, row_group_size=len(table))
         n_units += 1
@@ -121,11 +130,13 @@ def write_plan(folder: Path, units: Iterable[pa.Table], skipped: pa.Table | None
     )
 
 
-def _checked(table: pa.Table, unit: int) -> pa.Table:
+def _checked(table: pa.Table, unit: int, schema: pa.Schema) -> pa.Table:
     if "truncated" not in table.column_names:
         table = table.append_column("truncated", pa.array([False] * len(table), pa.bool_()))
     try:
-        table = table.select(INVOKE_SCHEMA.names).cast(INVOKE_SCHEMA).combine_chunks()
+        if set(table.column_names) - set(schema.names) == {SPANS_FIELD.name}:
+            raise ValueError(f"{SPANS_FIELD.name}, which the units before do not have")
+        table = table.select(schema.names).cast(schema).combine_chunks()
     except (KeyError, pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
         raise FormatError(f"The plan of unit {unit} has other columns than a plan needs: {error}") from None
     if not len(table):
@@ -151,7 +162,10 @@ class PlanReader:
         return PlanReader, (self.folder,)
 
     def read_unit(self, unit: int, *, columns: list[str] | None = None) -> pa.Table:
-        """The invokes of `unit`, in row order, columns of `INVOKE_SCHEMA`; no other unit is read."""
+        """The invokes of `unit`, in row order, columns of `INVOKE_SCHEMA`; no other unit is read.
+
+        `SPANS_FIELD` is among them where the plan has it.
+        """
         group = unit % UNITS_PER_FILE
         with self._reading(f"of unit {unit}"):
             file = self._file(unit // UNITS_PER_FILE)

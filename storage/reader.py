@@ -23,6 +23,7 @@ from storage.errors import DamagedError, NotCommittedError, StorageError
 from storage.files import pread_into
 from storage.format import ArraySpec, LocationSpec, StoreLayout
 from storage.ledger import LedgerState, read_ledger
+from storage.plan_files import SPANS_FIELD
 from storage.receipt import UnitReceipt
 from storage.receipts_file import read_receipt
 from storage.run_folder import RunFolder
@@ -46,6 +47,8 @@ class Prompt:
     token_ids: np.ndarray[Any, Any]
     positions: np.ndarray[Any, Any]
     prompt_token_ids: np.ndarray[Any, Any]
+    row_spans: np.ndarray[Any, Any] | None
+    """[n, 2] first token and end of the prompt's stretches that may have rows; None: the whole prompt."""
     rows: dict[str, Any]
 
 
@@ -128,6 +131,7 @@ class StoreReader:
         row_start, reserved = planned["row_start"][0], planned["n_rows"][0]
         n = int(np.count_nonzero(self.array("tokens/invoke", slice(row_start, row_start + reserved)) == invoke))
         where = slice(row_start, row_start + n)
+        spans = planned.get(SPANS_FIELD.name)
         return Prompt(
             invoke=invoke,
             key=planned["key"][0],
@@ -137,6 +141,7 @@ class StoreReader:
             token_ids=self.array("tokens/id", where),
             positions=self.array("tokens/position", where),
             prompt_token_ids=np.array(planned["token_ids"][0], np.int32),
+            row_spans=None if spans is None else np.array(spans[0], np.int32).reshape(-1, 2),
             rows={location.name: self.array(location.array, where) for location in self.layout.locations},
         )
 

@@ -188,6 +188,7 @@ class Harvester:
                     max_tokens=parameters.max_tokens,
                     invoke=wanted["invoke"],
                     token_ids=new.prompt_token_ids,
+                    spans=wanted.get("spans"),
                 )
             self._book.register(
                 new.req_id,

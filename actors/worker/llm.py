@@ -69,8 +69,8 @@ class Request:
     request_id: str
     token_ids: list[int]
     max_tokens: int
-    harvest: dict[str, int]
-    """unit, attempt, invoke, unit_row, n_prompt: what the worker needs to place the rows."""
+    harvest: dict[str, Any]
+    """unit, attempt, invoke, unit_row, n_prompt, spans: what the worker needs to place the rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,13 +78,13 @@ def test_positions_agree_with_a_plain_model(
 @given(selections(), st.lists(PROMPT, min_size=1, max_size=5), st.integers(1, 9))
 def test_counts_of_many_invokes_are_those_of_each(selection: Selection, prompts: list[list[int]], most: int) -> None:
     lengths = np.array([len(prompt) for prompt in prompts])
-    n_special = [selection.count_special(prompt) for prompt in prompts] if selection.special_ids else 0
+    n_dropped = [selection.count_dropped(len(prompt), prompt) for prompt in prompts]
     expected = [
         len(selection.positions(n_prompt_tokens=len(p), max_tokens=most, invoke=i, token_ids=p))
         for i, p in enumerate(prompts)
     ]
-    assert selection.counts(lengths, most, n_special).tolist() == expected
-    assert selection.counts(lengths, np.full(len(prompts), most), n_special).tolist() == expected
+    assert selection.counts(lengths, most, n_dropped).tolist() == expected
+    assert selection.counts(lengths, np.full(len(prompts), most), n_dropped).tolist() == expected
 
 
 @given(selections(), PROMPT, st.integers(2, 9), st.data())
