@@ -40,6 +40,8 @@ class EngineSpec:
     trust_remote_code: bool = False
     tokenizer: str | None = None
     revision: str | None = None
+    lora: str | None = None
+    """Folder or Hugging Face id of the adapter that is applied to every prompt."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Further engine arguments under vLLM's names."""
     ring_bytes: int = 1 << 30

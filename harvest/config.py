@@ -4,7 +4,8 @@ Two kinds of sections:
 
 - *content* (`model`, `dataset`, `tokenization`, `capture`, `store`, `seed`) decides what is stored. Its hash is part
   of the plan; a run folder is resumed only under the same content.
-- *speed* (`engine`, `limits`) decides how fast. It may change between a run and its resumption.
+- *speed* (`engine`, `limits`) decides how fast. It may change between a run and its resumption, but for those
+  arguments of `engine.vllm` that change values (`quantization`, ...).
 
 Unknown keys are refused with the nearest known one. Nothing here imports vllm, torch or ray: parsing takes
 milliseconds.
@@ -24,6 +25,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from actors.selection import Selection
 from harvest.errors import ConfigError
+
+# Arguments of `engine.vllm` that change what a model computes, so that they are content; the others change its speed.
+_VALUE_ARGUMENTS = frozenset(
+    {
+        "quantization",
+        "quantization_config",
+        "hf_overrides",
+        "hf_config_path",
+        "kv_cache_dtype",
+        "lora_dtype",
+        "model_impl",
+    }
+)
 
 
 class Section(BaseModel):
@@ -47,6 +61,8 @@ class ModelConfig(Section):
     """Longest sequence in tokens, prompt and generated tokens together. Default: the model's own limit."""
     trust_remote_code: bool = False
     """Run code that ships with a Hugging Face repository."""
+    lora: str | None = None
+    """Folder or Hugging Face id of a LoRA adapter (PEFT's format), applied to every prompt of the run."""
 
 
 class DatasetConfig(Section):
@@ -281,6 +297,8 @@ class RunConfig(Section):
         dumped = self.model_dump(mode="json", exclude={"engine", "limits"})
         del dumped["store"]["path"]
         del dumped["tokenization"]["processes"]
+        if values := {name: value for name, value in self.engine.vllm.items() if name in _VALUE_ARGUMENTS}:
+            dumped["engine"] = {"vllm": values}
         return dumped
 
     def content_hash(self) -> str:

@@ -1,4 +1,4 @@
-"""What planning must know of a model: its length and its vocabulary, from `config.json` alone.
+"""What planning must know of a model: its length and vocabulary (`config.json`), its `generation_config.json`.
 
 A local folder's file is read as JSON, since the transformers classes would drag torch into the driver (seconds). A
 Hugging Face id goes through transformers, which knows where hub files lie.
@@ -50,6 +50,41 @@ def read_model_facts(model: str, *, trust_remote_code: bool, revision: str | Non
     return ModelFacts(
         max_length=_first_int(texts, _LENGTH_KEYS) or DEFAULT_MAX_LENGTH,
         n_vocabulary=_first_int(texts, ("vocab_size",)),
+    )
+
+
+# What vLLM's server would take from generation_config.json; a harvest takes these from its own configuration only.
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationDefaults:
+    """What `generation_config.json` asks for."""
+
+    end_token_ids: tuple[int, ...]
+    """An answer ends at these, unless `ignore_eos` is set: many chat models name the end of a turn only here."""
+    unused: dict[str, Any]
+    """Sampling settings, which a harvest does not use."""
+
+
+def read_generation_defaults(model: str, *, revision: str | None) -> GenerationDefaults:
+    """What the model's `generation_config.json` asks for; nothing where there is none."""
+    path = Path(model) / "generation_config.json"
+    try:
+        if Path(model).is_dir():
+            content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        else:
+            from transformers import PretrainedConfig
+
+            content, _ = PretrainedConfig.get_config_dict(
+                model, revision=revision, _configuration_file="generation_config.json"
+            )
+    except (OSError, ValueError):
+        content = {}
+    ends = content.get("eos_token_id")
+    return GenerationDefaults(
+        end_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
+        unused={key: content[key] for key in _SAMPLING_KEYS if content.get(key) is not None},
     )
 
 

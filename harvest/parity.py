@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from actors.lora import Adapter
 from actors.selection import Reduce
 from harvest.errors import HarvestError
+from harvest.lora import merge_adapter
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -90,6 +92,7 @@ def compare(
     reduce: Reduce | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    adapter: Adapter | None = None,
 ) -> ParityReport:
     """Recompute prompts with transformers and compare each location.
 
@@ -101,6 +104,7 @@ def compare(
         reduce: how `covered` became one row.
         trust_remote_code: run code that ships with the model.
         revision: of a Hugging Face id.
+        adapter: LoRA adapter to merge into the weights.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -112,6 +116,8 @@ def compare(
         trust_remote_code=trust_remote_code,
         revision=revision,
     ).eval()
+    if adapter is not None:
+        merge_adapter(model, adapter)
     names = list(prompts[0].rows) if prompts else []
     readers = {name: _reader(model, name) for name in names}
     sums = {name: _Sums() for name in names}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from actors.location_errors import LocationError
 from actors.locations_probe import ProbeError, probe_locations
+from actors.lora import Adapter, AdapterError, read_adapter
 from actors.selection import Selection, SelectionError
 from actors.worker.llm import EngineArgumentError, check_engine_arguments
 from harvest.chat_roles import TEMPLATE
@@ -27,7 +28,7 @@ from harvest.config import RunConfig
 from harvest.dataset import Dataset, Problem, open_dataset
 from harvest.encoding import part_of, record_of
 from harvest.errors import ConfigError, PlanError
-from harvest.model_config import read_model_facts
+from harvest.model_config import GenerationDefaults, read_generation_defaults, read_model_facts
 from harvest.models import resolve_model
 from harvest.plan import Packing, choose_shape, pack
 from harvest.token_spill import TokenSpill
@@ -73,6 +74,9 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
         raise ConfigError(str(error)) from error
     model = resolve_model(config.model.name)
     facts = read_model_facts(model, trust_remote_code=config.model.trust_remote_code, revision=config.model.revision)
+    adapter = find_adapter(config)
+    defaults = read_generation_defaults(model, revision=config.model.revision)
+    _tell_of_generation_defaults(config, defaults, say)
     dataset = open_dataset(config.dataset)
     # A place that cannot be used is told before minutes of tokenising.
     check_place(config.store.path)
@@ -104,6 +108,8 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
                 "dataset": dataset_identity(dataset),
                 "model": model,
                 "tokenizer": config.model.tokenizer or model,
+                "lora": None if adapter is None else {"name": adapter.name, "sha256": adapter.fingerprint()},
+                "generation_config": asdict(defaults),
                 "locations": probed,
                 "selection": selection.to_json(),
                 "max_model_len": config.model.max_length or min(max_length, -(-longest // 16) * 16),
@@ -115,6 +121,28 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
             config_toml=tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)),
             provenance=provenance(),
         )
+
+
+def find_adapter(config: RunConfig) -> Adapter | None:
+    """The run's LoRA adapter, None without one; `ConfigError` where it cannot be used."""
+    if config.model.lora is None:
+        return None
+    try:
+        return read_adapter(config.model.lora)
+    except AdapterError as error:
+        raise ConfigError(f"model.lora: {error}") from error
+
+
+def _tell_of_generation_defaults(config: RunConfig, defaults: GenerationDefaults, say: Callable[[str], None]) -> None:
+    generation = config.capture.generation
+    if generation.max_tokens == 1:
+        return
+    if defaults.end_token_ids and not generation.ignore_eos:
+        ends = ", ".join(map(str, defaults.end_token_ids))
+        say(f"generation_config.json of the model: answers end at token {ends} too")
+    if defaults.unused:
+        unused = ", ".join(f"{key} = {value}" for key, value in defaults.unused.items())
+        say(f"generation_config.json of the model: not used: {unused}; capture.generation holds what is")
 
 
 def _refuse_logits_without_rows(config: RunConfig, probed: list[dict[str, Any]]) -> None:

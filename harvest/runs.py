@@ -19,7 +19,7 @@ from harvest.config import RunConfig
 from harvest.dataset import open_dataset
 from harvest.errors import DatasetError, PlanError
 from harvest.events import EventLog
-from harvest.planning import file_states, make_plan
+from harvest.planning import file_states, find_adapter, make_plan
 from harvest.progress import ProgressView
 from harvest.summary import RunSummary, read_events, sum_events
 from storage.commit import Committer
@@ -56,6 +56,7 @@ def open_or_plan(config: RunConfig, console: Console | None = None) -> PlannedRu
         folder = RunFolder.open(path)
         _refuse_other_content(folder, config)
         _refuse_other_dataset(folder, config)
+        _refuse_other_adapter(folder, config)
     return PlannedRun(
         path=path,
         layout=folder.layout,
@@ -151,6 +152,7 @@ def engine_spec(config: RunConfig, folder: RunFolder, *, profile: bool = False) 
         trust_remote_code=config.model.trust_remote_code,
         tokenizer=config.model.tokenizer,
         revision=config.model.revision,
+        lora=(folder.run.get("lora") or {}).get("name"),
         vllm=config.engine.vllm,
         ring_bytes=config.limits.ring_bytes,
         writer_threads=config.limits.writer_threads,
@@ -206,6 +208,15 @@ def _refuse_other_dataset(folder: RunFolder, config: RunConfig) -> None:
         raise PlanError(
             f"the dataset {config.dataset.path} is not what {folder.path} was planned with (its bytes have changed): "
             "choose another store.path for the new data, or bring the old data back"
+        )
+
+
+def _refuse_other_adapter(folder: RunFolder, config: RunConfig) -> None:
+    adapter = find_adapter(config)
+    if adapter is not None and adapter.fingerprint() != folder.run["lora"]["sha256"]:
+        raise PlanError(
+            f"the LoRA adapter {config.model.lora} is not that of {folder.path}'s plan (its bytes have changed): "
+            "choose another store.path for the new adapter, or bring the old one back"
         )
 
 

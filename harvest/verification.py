@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from actors.lora import read_adapter
 from actors.selection import Selection
 from harvest.parity import ParityError, ParityReport, StoredPrompt, compare
 from harvest.summary import read_events
@@ -104,6 +105,7 @@ def _compare(path: Path | str, n_prompts: int, seed: int) -> ParityReport:
         reduce=selection.reduce,
         trust_remote_code=content["model"]["trust_remote_code"],
         revision=content["model"]["revision"],
+        adapter=read_adapter(run["lora"]["name"]) if run.get("lora") else None,
     )
 
 

@@ -62,11 +62,15 @@ def shorten(model: nn.Module, last_layer: int | None, static_forward_context: di
     end = last_layer + 1
     bounded = hasattr(decoder, "end_layer") and hasattr(decoder, "start_layer")
     for name in list(static_forward_context):
-        layer = _layer_of(name)
+        layer = layer_of(name)
         if layer is not None and layer >= end:
             del static_forward_context[name]
     for index in range(end, n_layers):
         layers[index] = _Identity()
+    # With a LoRA adapter, vLLM's manager holds the modules too.
+    wrapped = model.lora_manager.modules if hasattr(model, "lora_manager") else {}
+    for name in [name for name in wrapped if (layer_of(name) or 0) >= end]:
+        del wrapped[name]
     if bounded:
         decoder.end_layer = end
     gc.collect()
@@ -88,8 +92,8 @@ def _layer_list(module: nn.Module) -> nn.ModuleList | None:
     return None
 
 
-def _layer_of(name: str) -> int | None:
-    """The decoder layer of an attention layer's registered name (`model.layers.7.self_attn.attn`)."""
+def layer_of(name: str) -> int | None:
+    """The decoder layer of a module's name (`model.layers.7.self_attn.attn`)."""
     parts = name.split(".")
     for part, number in pairwise(parts):
         if part in _LAYER_LISTS and number.isdigit():

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+from actors.lora import AdapterError, read_adapter
 from actors.protocol import EngineSpec
 from actors.step_size import step_arguments
 from actors.worker import self_test
@@ -33,6 +34,9 @@ _OWN_ARGUMENTS = {
     "max_model_len": "model.max_length",
     "trust_remote_code": "model.trust_remote_code",
     "tensor_parallel_size": "engine.tensor_parallel_size",
+    "enable_lora": "model.lora",
+    "generation_config": "capture.generation",
+    "override_generation_config": "capture.generation",
     "worker_cls": "",
     "additional_config": "",
 }
@@ -85,7 +89,9 @@ class Finished:
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
     """The arguments of `vllm.EngineArgs` for a spec."""
     check_engine_arguments(spec.vllm)
+    adapter = {} if spec.lora is None else read_adapter(spec.lora).engine_arguments()
     defaults: dict[str, Any] = {
+        **adapter,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
         # Token ids go in and rows come out; text is needed to find the end of a generated answer only.
@@ -125,6 +131,22 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
     }
 
 
+def _lora_request(spec: EngineSpec) -> Any:
+    """What each request carries, so that vLLM applies the run's adapter to it; None without one."""
+    if spec.lora is None:
+        return None
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.request import LoRARequest
+
+    from actors.worker.lora import ADAPTER_ID
+
+    adapter = read_adapter(spec.lora)
+    patterns = [name for name in ("rank_pattern", "alpha_pattern") if adapter.config.get(name)]
+    if patterns and not hasattr(PEFTHelper, "get_rank_and_scaling"):
+        raise AdapterError(f"{spec.lora}: this version of vLLM passes over {' and '.join(patterns)}; use a newer one")
+    return LoRARequest("harvest", ADAPTER_ID, str(adapter.folder))
+
+
 class Llm:
     """A vLLM engine with our workers. Build it in the process that owns the devices; it imports vLLM."""
 
@@ -139,10 +161,13 @@ class Llm:
         self._parameters: dict[int, Any] = {}
         arguments = engine_arguments(spec, on_cpu=current_platform.is_cpu())
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._lora = _lora_request(spec)
         scheduler = self._engine.vllm_config.scheduler_config
         self.max_requests: int = scheduler.max_num_seqs
         self.max_step_tokens: int = scheduler.max_num_batched_tokens
         self._test_taps()
+        if self._lora is not None:
+            self._test_adapter()
         self.compute_dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
 
     def _test_taps(self) -> None:
@@ -159,6 +184,15 @@ class Llm:
             self.close()
             raise self_test.SelfTestError(self_test.explain(problems, vllm.__version__))
 
+    def _test_adapter(self) -> None:
+        unapplied = self.call("harvest_unapplied_weights")[0]
+        if unapplied:
+            self.close()
+            raise AdapterError(
+                f"model.lora = {self._spec.lora} does not fit the model, which has no place for its weights of "
+                f"{', '.join(unapplied)}; they would be passed over"
+            )
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         from vllm import TokensPrompt
@@ -172,7 +206,8 @@ class Llm:
         seed = self._spec.sampling.get("seed")
         if seed is not None:
             parameters.seed = (seed + request.harvest["invoke"]) & 0x7FFF_FFFF
-        self._engine.add_request(request.request_id, TokensPrompt(prompt_token_ids=request.token_ids), parameters)
+        prompt = TokensPrompt(prompt_token_ids=request.token_ids)
+        self._engine.add_request(request.request_id, prompt, parameters, lora_request=self._lora)
 
     def _make_parameters(self, max_tokens: int) -> Any:
         from vllm import SamplingParams

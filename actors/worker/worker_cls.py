@@ -14,6 +14,7 @@ from typing import Any
 from actors.protocol import InvokeOutcome
 from actors.worker import runner_v1, runner_v2
 from actors.worker.harvester import Harvester
+from actors.worker.lora import unapplied_weights
 
 
 class HarvestWorkerMixin:
@@ -75,6 +76,10 @@ class HarvestWorkerMixin:
         """See Harvester.end_self_test."""
         self.harvester.end_step()
         return self.harvester.end_self_test()
+
+    def harvest_unapplied_weights(self) -> list[str]:
+        """See lora.unapplied_weights."""
+        return unapplied_weights(self.model_runner.get_model(), self.harvester.depth)
 
     def harvest_poll(self) -> Any:
         """See Harvester.poll."""
