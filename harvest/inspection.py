@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from storage.reader import StoreReader
-from storage.run_index import run_statistics
+from storage.run_index import read_statistics, run_statistics
 
 
 def print_run(console: Console, path: Path | str) -> None:
@@ -26,7 +26,10 @@ def print_run(console: Console, path: Path | str) -> None:
     for spec in layout.arrays.values():
         arrays.add_row(spec.path, str(spec.shape), spec.dtype)
     console.print(arrays)
-    statistics = run_statistics(layout, [reader.receipt(unit) for unit in sorted(reader.committed)])
+    if reader.complete:
+        statistics = read_statistics(reader.run)
+    else:
+        statistics = run_statistics(layout, (reader.receipt(unit) for unit in sorted(reader.committed)))
     table = Table("location", "rows", "mean", "std", "norm p50", "norm p99", "max |x|", "non-finite", "all zero")
     for location in layout.locations:
         stats = statistics[location.name]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from storage.errors import StorageError
+from storage.errors import DamagedError, StorageError
 from storage.format import INDEX_FILLS, STATUSES, StoreLayout, json_document, numpy_dtype
 from storage.receipt import InvokeReceipt, UnitReceipt
 from storage.run_folder import RunFolder
 from storage.stats import LocationStatistics, merge_statistics
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+# In the file beside the statistics that they are computed from.
+_DERIVED = ("norm_quantiles", "massive_rows")
 _CODES = {name: code for code, name in enumerate(STATUSES)}
 
 
@@ -88,3 +91,15 @@ def statistics_document(statistics: dict[str, LocationStatistics]) -> bytes:
             "massive_rows": list(value.massive_rows()),
         }
     return json_document({"locations": content})
+
+
+def read_statistics(run: RunFolder) -> dict[str, LocationStatistics]:
+    """What `statistics.json` of a finished run says of each location; `DamagedError` where it cannot be read."""
+    try:
+        locations = json.loads(run.statistics.read_bytes())["locations"]
+        return {
+            name: LocationStatistics.from_json({key: value for key, value in each.items() if key not in _DERIVED})
+            for name, each in locations.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{run.statistics} of the finished run cannot be read: {error}") from error
