@@ -60,6 +60,12 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
         if name in arguments:
             where = f"set {key} instead" if key else "Harvest sets it itself"
             raise EngineArgumentError(f"engine.vllm.{name}: {where}")
+    compilation = arguments.get("compilation_config")
+    passes = compilation.get("pass_config") if isinstance(compilation, Mapping) else None
+    if isinstance(passes, Mapping) and passes.get("enable_sp"):
+        raise EngineArgumentError(
+            "engine.vllm.compilation_config.pass_config.enable_sp: sequence parallelism gives each rank other rows"
+        )
     if arguments.get("pipeline_parallel_size", 1) != 1:
         raise EngineArgumentError("engine.vllm.pipeline_parallel_size: pipeline parallelism is not supported")
     if arguments.get("data_parallel_size", 1) != 1:
@@ -159,15 +165,19 @@ class Llm:
 
         self._spec = spec
         self._parameters: dict[int, Any] = {}
+        self._lora = _lora_request(spec)
         arguments = engine_arguments(spec, on_cpu=current_platform.is_cpu())
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        self._lora = _lora_request(spec)
         scheduler = self._engine.vllm_config.scheduler_config
         self.max_requests: int = scheduler.max_num_seqs
         self.max_step_tokens: int = scheduler.max_num_batched_tokens
-        self._test_taps()
-        if self._lora is not None:
-            self._test_adapter()
+        try:
+            self._test_taps()
+            if self._lora is not None:
+                self._test_adapter()
+        except BaseException:
+            self.close()
+            raise
         self.compute_dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
 
     def _test_taps(self) -> None:
@@ -181,13 +191,11 @@ class Llm:
         if problems:
             import vllm
 
-            self.close()
             raise self_test.SelfTestError(self_test.explain(problems, vllm.__version__))
 
     def _test_adapter(self) -> None:
         unapplied = self.call("harvest_unapplied_weights")[0]
         if unapplied:
-            self.close()
             raise AdapterError(
                 f"model.lora = {self._spec.lora} does not fit the model, which has no place for its weights of "
                 f"{', '.join(unapplied)}; they would be passed over"
@@ -213,8 +221,10 @@ class Llm:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        # The self-test asks for one token, whatever the run's answers.
+        least = min(self._spec.sampling.get("min_tokens", 0), max_tokens)
         return SamplingParams(
-            **self._spec.sampling,
+            **{**self._spec.sampling, "min_tokens": least},
             max_tokens=max_tokens,
             detokenize=bool(self._spec.sampling.get("stop")),
             output_kind=RequestOutputKind.FINAL_ONLY,
