@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.host_rows import ArrayRows
+from actors.logprobs import LOGPROBS, write_logprobs
 from actors.profile import WorkerTimes
 from actors.protocol import EngineSpec, InvokeOutcome
 from actors.sink import RowBatch, Sink
@@ -71,7 +72,7 @@ class ScriptedLlm:
         self._sink = Sink(
             open_writer=lambda unit, attempt: UnitWriter(Path(spec.run_path), spec.layout, unit=unit, attempt=attempt),
             seal_writer=_seal,
-            arrays=list(spec.layout.arrays),
+            arrays=[array for array in spec.layout.arrays if array != LOGPROBS],
             threads=spec.writer_threads,
             join_bytes=spec.ring_bytes // 8,
         )
@@ -121,7 +122,10 @@ class ScriptedLlm:
         for request, first, count in batch:
             self._done[request.request_id] = first + count
             if first + count == len(request.token_ids):
-                finished.append(Finished(request_id=request.request_id, token_ids=(0,), finish_reason="length"))
+                logprobs = (-1.0,) if self._spec.layout.logprobs else None
+                finished.append(
+                    Finished(request_id=request.request_id, token_ids=(0,), finish_reason="length", logprobs=logprobs)
+                )
         ended = {each.request_id for each in finished}
         self._queue = [request for request in self._queue if request.request_id not in ended]
         return finished
@@ -198,6 +202,8 @@ class ScriptedLlm:
 
 
 def _seal(writer: Any, outcomes: Sequence[InvokeOutcome]) -> Any:
+    if writer.layout.logprobs:
+        write_logprobs(writer, outcomes)
     return writer.seal(
         expected_rows=sum(outcome.n_rows for outcome in outcomes),
         invokes=[(outcome.invoke, outcome.n_rows, outcome.status) for outcome in outcomes],

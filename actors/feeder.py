@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from actors.logprobs import row_logprobs
 from actors.profile import StageClock, WorkerTimes, engine_profile
 from actors.protocol import EngineSpec, EngineStats, InvokeOutcome, Lease, Receipt, UnitFailure
 from actors.worker.llm import Finished, Request
@@ -239,7 +240,8 @@ class Feeder:
         n_rows = planned.n_rows
         n_generated = len(finished.token_ids)
         generates = self._spec.selection.takes_generated
-        if generates and n_generated < planned.max_tokens:
+        logprobs = None
+        if generates and (n_generated < planned.max_tokens or finished.logprobs is not None):
             positions = self._spec.selection.positions(
                 n_prompt_tokens=n_prompt,
                 max_tokens=planned.max_tokens,
@@ -249,6 +251,8 @@ class Feeder:
             )
             # The last generated token is never fed back, so it has no row.
             n_rows = int(np.searchsorted(positions, n_prompt + max(n_generated, 1) - 1))
+            if finished.logprobs is not None:
+                logprobs = row_logprobs(positions[:n_rows], n_prompt=n_prompt, sampled=finished.logprobs)
         unit.n_generated_tokens += n_generated
         self._n_tokens += n_prompt + n_generated - 1
         unit.outcomes.append(
@@ -259,6 +263,7 @@ class Feeder:
                 n_rows=n_rows,
                 status="truncated" if planned.truncated else "ok",
                 may_have_surplus=generates,
+                logprobs=logprobs,
             )
         )
         if len(unit.outcomes) == len(unit.invokes):

@@ -11,6 +11,9 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from actors.profile import EngineProfile
 from actors.selection import Selection
 from storage.format import StoreLayout
@@ -90,6 +93,8 @@ class InvokeOutcome:
     """`ok`, or `truncated` when the prompt was cut to the model's length."""
     may_have_surplus: bool = False
     """Rows after the end may have been taken and must be given back."""
+    logprobs: NDArray[np.float32] | None = field(default=None, compare=False)
+    """[n_rows] log-probability of each row's token, where the store has them; see `actors.logprobs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -186,6 +186,9 @@ class GenerationConfig(Section):
     """Stop strings."""
     seed: int | None = None
     """Seed of the sampler; each invoke derives its own."""
+    logprobs: bool = False
+    """Store `tokens/logprob`: the log-probability that the model gave each generated token when it was sampled, from
+    its logits as they are (before temperature, top_p, top_k and min_tokens)."""
 
     @property
     def exact_length(self) -> bool:
@@ -208,6 +211,11 @@ class CaptureConfig(Section):
             raise ValueError(
                 f'rows.source = "{self.rows.source}" needs generation.max_tokens >= 2: the last generated token is '
                 "never fed back to the model, so one token alone has no generated row"
+            )
+        if self.generation.logprobs and self.rows.source == "prompt":
+            raise ValueError(
+                'generation.logprobs labels rows of generated tokens, of which rows.source = "prompt" has none: use '
+                'rows.source = "generated" or "both"'
             )
         self.rows.selection(self.generation, seed=0)
         return self
@@ -289,6 +297,16 @@ class RunConfig(Section):
         if self.capture.rows.roles and self.dataset.messages_column is None:
             raise ValueError(
                 "capture.rows.roles needs chat messages: set dataset.messages_column, or leave out capture.rows.roles"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _logprobs_are_raw(self) -> RunConfig:
+        mode = self.engine.vllm.get("logprobs_mode", "raw_logprobs")
+        if self.capture.generation.logprobs and mode != "raw_logprobs":
+            raise ValueError(
+                f'engine.vllm.logprobs_mode = "{mode}" cannot be used with capture.generation.logprobs: tokens/logprob '
+                "holds raw logprobs in every run"
             )
         return self
 

@@ -59,10 +59,12 @@ def print_invoke(console: Console, path: Path | str, invoke: int) -> None:
         f"invoke {invoke} (key {prompt.key}): unit {prompt.unit}, rows {prompt.row_start:,}.."
         f"{prompt.row_start + len(prompt.positions) - 1:,}, {prompt.n_prompt_tokens:,} prompt tokens"
     )
-    table = Table("position", "token id", *(f"|{name}|" for name in prompt.rows))
+    logprobs = {} if prompt.logprobs is None else {"logprob": prompt.logprobs}
+    table = Table("position", "token id", *logprobs, *(f"|{name}|" for name in prompt.rows))
     norms = {name: np.linalg.norm(np.asarray(rows, np.float32), axis=1) for name, rows in prompt.rows.items()}
     for index, (position, token) in enumerate(zip(prompt.positions, prompt.token_ids, strict=True)):
-        table.add_row(str(position), str(token), *(f"{norms[name][index]:.4g}" for name in prompt.rows))
+        values = [*(each[index] for each in logprobs.values()), *(norms[name][index] for name in prompt.rows)]
+        table.add_row(str(position), str(token), *(f"{value:.4g}" for value in values))
     console.print(table)
 
 

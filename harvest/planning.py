@@ -341,6 +341,8 @@ def _lay_out(config: RunConfig, probed: list[dict[str, Any]], invokes: _Invokes)
         n_units=packing.n_units,
         n_invokes=invokes.n_ids,
         compression=None if config.store.compression == "none" else config.store.compression,
+        logprobs=config.capture.generation.logprobs,
+        nan_logprobs=config.capture.generation.logprobs,
     )
     return layout, packing
 

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from actors.protocol import EngineSpec
 from actors.selection import Selection
-from harvest.config import RunConfig
+from harvest.config import RunConfig, parse_config
 from harvest.dataset import open_dataset
-from harvest.errors import DatasetError, PlanError
+from harvest.errors import ConfigError, DatasetError, PlanError
 from harvest.events import EventLog
 from harvest.planning import file_states, find_adapter, make_plan
 from harvest.progress import ProgressView
@@ -137,6 +137,8 @@ def engine_spec(config: RunConfig, folder: RunFolder, *, profile: bool = False) 
         "stop": list(generation.stop),
         "seed": generation.seed,
     }
+    if generation.logprobs:
+        sampling["logprobs"] = 0  # the sampled token's alone
     return EngineSpec(
         run_path=str(folder.path.resolve()),
         model=folder.run["model"],
@@ -188,13 +190,22 @@ def summarise(path: Path | str) -> RunSummary:
 
 
 def _refuse_other_content(folder: RunFolder, config: RunConfig) -> None:
-    planned, asked = folder.run["content"], config.content()
+    planned, asked = _as_of_now(folder.run["content"], config), config.content()
     differences = list(_differences(planned, asked))
     if differences:
         raise PlanError(
             f"{folder.path} holds a run of another configuration: {'; '.join(differences)}. Choose another store.path, "
             "or go back to the planned values"
         )
+
+
+def _as_of_now(planned: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    """The content of a plan with the defaults of settings that are younger than it."""
+    try:
+        raw = {**planned, "store": {**planned["store"], "path": config.store.path}}
+        return parse_config(raw).content()
+    except (ConfigError, KeyError, TypeError):
+        return planned
 
 
 def _refuse_other_dataset(folder: RunFolder, config: RunConfig) -> None:

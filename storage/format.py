@@ -13,6 +13,7 @@ N = units x k x R rows: unit u owns the k whole shards u*k .. u*k+k-1 of every a
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -143,7 +144,7 @@ class ArraySpec:
                 "data_type": self.dtype,
                 "chunk_grid": grid,
                 "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-                "fill_value": self.fill,
+                "fill_value": "NaN" if math.isnan(self.fill) else self.fill,
                 "codecs": codecs,
                 "dimension_names": list(self.dimensions),
                 "attributes": self.attributes,
@@ -168,7 +169,8 @@ class StoreLayout:
 
     `rows_per_shard` (R) and `shards_per_unit` (k) are whole numbers with R a multiple of `chunk_rows`; `n_units`
     units and `n_invokes` invokes (numbered 0 .. n_invokes-1, the skipped ones included); `plan_hash` ties the store
-    to its plan.
+    to its plan. `logprobs` adds `tokens/logprob`; with `nan_logprobs`, as all new runs with log-probabilities have it,
+    its holes are NaN.
     """
 
     locations: tuple[LocationSpec, ...]
@@ -180,6 +182,7 @@ class StoreLayout:
     compression: Compression | None = None
     plan_hash: str = ""
     logprobs: bool = False
+    nan_logprobs: bool = False
 
     def __post_init__(self) -> None:
         names = [location.name.casefold() for location in self.locations]
@@ -296,6 +299,8 @@ class StoreLayout:
             "chunk_rows": self.chunk_rows,
             "compression": self.compression,
             "logprobs": self.logprobs,
+            # Only where it is true, since the first runs have no such key.
+            **({"nan_logprobs": True} if self.nan_logprobs else {}),
             "locations": [
                 {"name": x.name, "path": x.path, "alias": x.alias, "width": x.width, "dtype": x.dtype}
                 for x in self.locations
@@ -329,7 +334,7 @@ class StoreLayout:
             "tokens/id": ("int32", 0),
             "tokens/position": ("int32", 0),
             "tokens/invoke": ("int64", -1),
-            "tokens/logprob": ("float32", 0.0),
+            "tokens/logprob": ("float32", math.nan if self.nan_logprobs else 0.0),
         }[path]
         chunk_rows = self.chunk_rows
         while chunk_rows * 2 <= LABEL_CHUNK_ROWS and self.rows_per_shard % (chunk_rows * 2) == 0:

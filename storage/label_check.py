@@ -75,10 +75,19 @@ def label_problems(
         wrong = ids[where][prompt] != np.asarray(tokens, np.int32)[at[prompt]]
         if wrong.any():
             yield f"{int(wrong.sum())} token ids of invoke {invoke} are not those of its prompt"
+        if layout.nan_logprobs and not _fit(labels["tokens/logprob"][where], prompt):
+            yield f"the logprobs of invoke {invoke} are not those of its generated tokens alone"
         # A position is inside a span if it is past an odd number of begins and ends.
         if spans is not None and (np.searchsorted(spans, at[prompt], side="right") % 2 == 0).any():
             yield f"invoke {invoke} has rows of tokens outside its spans"
+    if layout.nan_logprobs and not np.isnan(labels["tokens/logprob"][expected == -1]).all():
+        yield "a row of no invoke has a logprob"
     foreign = (owner != expected) & (expected == -1)
     if foreign.any():
         row = int(np.argmax(foreign))
         yield f"row {first_row + row} carries invoke {int(owner[row])}, to which it does not belong"
+
+
+def _fit(logprobs: np.ndarray[Any, Any], prompt: np.ndarray[Any, Any]) -> bool:
+    # Above zero by no more than rounding.
+    return bool(np.isnan(logprobs[prompt]).all() and (logprobs[~prompt] < 1e-3).all())

@@ -49,6 +49,8 @@ class Prompt:
     prompt_token_ids: np.ndarray[Any, Any]
     row_spans: np.ndarray[Any, Any] | None
     """[n, 2] first token and end of the prompt's stretches that may have rows; None: the whole prompt."""
+    logprobs: np.ndarray[Any, Any] | None
+    """float32 [n], log-probability of each row's token, NaN in the prompt; None: the run has none."""
     rows: dict[str, Any]
 
 
@@ -142,6 +144,7 @@ class StoreReader:
             positions=self.array("tokens/position", where),
             prompt_token_ids=np.array(planned["token_ids"][0], np.int32),
             row_spans=None if spans is None else np.array(spans[0], np.int32).reshape(-1, 2),
+            logprobs=self.array("tokens/logprob", where) if self.layout.logprobs else None,
             rows={location.name: self.array(location.array, where) for location in self.layout.locations},
         )
 

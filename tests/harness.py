@@ -39,6 +39,7 @@ def make_run(
     order: Sequence[int] | None = None,
     rows_per_shard: int = ROWS_PER_SHARD,
     unit_rows: int | None = None,
+    logprobs: bool = False,
 ) -> RunFolder:
     """A planned run of `prompts` (invoke i is prompt i), dealt to units in turn in the given order."""
     selection = selection or Selection()
@@ -52,6 +53,8 @@ def make_run(
         shards_per_unit=-(-(unit_rows or all_rows) // rows_per_shard),
         n_units=n_units,
         n_invokes=len(prompts),
+        logprobs=logprobs,
+        nan_logprobs=logprobs,
     )
     units: list[list[dict[str, Any]]] = [[] for _ in range(n_units)]
     used = [0] * n_units

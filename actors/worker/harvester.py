@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from actors.host_rows import ArrayRows
+from actors.logprobs import LOGPROBS, write_logprobs
 from actors.profile import WorkerTimes
 from actors.protocol import EngineSpec, InvokeOutcome, UnitFailure
 from actors.sink import NullWriter, RowBatch, Sealed, Sink
@@ -115,8 +116,10 @@ class Harvester:
         arrays = list(self._array_of.values())
         if self._rank == 0:
             arrays += ["tokens/id", "tokens/position", "tokens/invoke"]
+        # Not through the sink: log-probabilities come from the engine, with the outcomes.
+        further = [LOGPROBS] if self._rank == 0 and spec.layout.logprobs else []
         self._sink = Sink(
-            open_writer=partial(self._open_writer, arrays),
+            open_writer=partial(self._open_writer, [*arrays, *further]),
             seal_writer=self._seal_writer,
             arrays=arrays,
             threads=spec.writer_threads,
@@ -140,6 +143,8 @@ class Harvester:
     def _seal_writer(self, writer: Any, outcomes: Sequence[InvokeOutcome]) -> Any:
         if isinstance(writer, NullWriter):
             return None
+        if self._rank == 0 and self._spec.layout.logprobs:
+            write_logprobs(writer, outcomes)
         return writer.seal(
             expected_rows=sum(outcome.n_rows for outcome in outcomes),
             invokes=[(o.invoke, o.n_rows, o.status) for o in outcomes] if self._rank == 0 else (),

@@ -90,6 +90,8 @@ class Finished:
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    logprobs: tuple[float, ...] | None = None
+    """Log-probability of each generated token, where sampling asks for them."""
 
 
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
@@ -239,6 +241,7 @@ class Llm:
                 request_id=output.request_id,
                 token_ids=tuple(output.outputs[0].token_ids),
                 finish_reason=output.outputs[0].finish_reason,
+                logprobs=_logprobs(output.outputs[0]),
             )
             for output in self._engine.step()
             if output.finished
@@ -261,3 +264,9 @@ class Llm:
     def close(self) -> None:
         """Shut the engine and its ranks down."""
         self._engine.engine_core.shutdown()
+
+
+def _logprobs(output: Any) -> tuple[float, ...] | None:
+    if output.logprobs is None:
+        return None
+    return tuple(each[token].logprob for token, each in zip(output.token_ids, output.logprobs, strict=True))

@@ -35,9 +35,7 @@ def start(run, script=None, **changes):
         model="",
         locations=("residual.0", "residual.1"),
         layout=run.layout,
-        selection=Selection(),
-        sampling={},
-        **changes,
+        **{"selection": Selection(), "sampling": {}, **changes},
     )
     llm = ScriptedLlm(spec, script or Script())
 
