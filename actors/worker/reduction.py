@@ -114,7 +114,9 @@ class Reductions:
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """A host array on the device; the host does not wait."""
     tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu" or not len(values):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _blocks(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

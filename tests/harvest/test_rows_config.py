@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from actors.selection import Selection
-from harvest.config import CaptureConfig, GenerationConfig, RowsConfig
+from harvest.config import CaptureConfig, GenerationConfig, RowsConfig, parse_config
+from harvest.runs import _as_of_now
 
 
 def test_settings_reach_the_selection() -> None:
@@ -48,3 +49,22 @@ def test_the_last_generated_row_needs_answers_of_one_length(generation: dict[str
 def test_settings_of_another_select_are_refused() -> None:
     with pytest.raises(ValidationError, match="start and stop belong to select"):
         CaptureConfig(locations=("residual.1",), rows=RowsConfig(start=3))
+
+
+def test_a_plan_is_resumed_by_a_version_that_has_more_settings() -> None:
+    raw = {
+        "model": {"name": "m"},
+        "dataset": {"path": "d"},
+        "capture": {"locations": ["residual.1"]},
+        "store": {"path": "s"},
+    }
+    config = parse_config(raw)
+    planned = config.content()
+    for name in ("reduce", "roles"):
+        del planned["capture"]["rows"][name]
+    del planned["capture"]["generation"]["logprobs"]
+    assert _as_of_now(planned, config) == config.content()
+    planned["capture"]["rows"]["select"] = "last"
+    assert _as_of_now(planned, config)["capture"]["rows"]["select"] == "last"
+    # Content that this version cannot read is compared as it is.
+    assert _as_of_now({"of": "another version"}, config) == {"of": "another version"}
