@@ -26,15 +26,18 @@ ENGINE_KILLS_A_DRIVER = 5
 
 def test_kills_of_engines_and_drivers(tmp_path):
     rng = random.Random(11)
-    run = make_scripted_run(tmp_path / "run")
-    engine_kills = driver_kills = 0
+    # Enough work for all of the kills: a driver commits a few units between two of them.
+    size = {"n_units": max(40, 8 * DRIVER_KILLS), "n_prompts": 10 * max(40, 8 * DRIVER_KILLS)}
+    run = make_scripted_run(tmp_path / "run", **size)
+    killed: set[int] = set()  # a process takes a moment to die, and counts once
+    driver_kills = 0
     while driver_kills < DRIVER_KILLS and read_ledger(run.ledger).complete is None:
         driver = start(run.path, tmp_path)
         for _ in range(ENGINE_KILLS_A_DRIVER):
-            pid = wait_for_engine(run.events, driver)
+            pid = wait_for_engine(run.events, driver, killed)
             time.sleep(rng.uniform(0.0, 0.6))
             if pid is not None and kill(pid):
-                engine_kills += 1
+                killed.add(pid)
         time.sleep(rng.uniform(0.0, 0.5))
         if driver.poll() is None:
             driver.kill()
@@ -43,10 +46,10 @@ def test_kills_of_engines_and_drivers(tmp_path):
         wait_until_gone(tmp_path)
     finisher = start(run.path, tmp_path)
     assert finisher.wait(300) == 0
-    assert engine_kills >= 5, "too few engines were hit to say anything"
+    assert len(killed) >= 5, "too few engines were hit to say anything"
     report = verify(run.path)
     assert report.ok, report.findings
-    undisturbed = make_scripted_run(tmp_path / "undisturbed")
+    undisturbed = make_scripted_run(tmp_path / "undisturbed", **size)
     assert start(undisturbed.path, tmp_path).wait(300) == 0
     for path in sorted((undisturbed.data).rglob("*")):
         if path.is_file():
@@ -54,7 +57,7 @@ def test_kills_of_engines_and_drivers(tmp_path):
     units = [json.loads(line).get("unit") for line in run.ledger.read_text().splitlines()]
     committed = [unit for unit in units if unit is not None]
     assert sorted(committed) == list(range(run.layout.n_units))
-    print(f"{engine_kills} engines and {driver_kills} drivers killed")
+    print(f"{len(killed)} engines and {driver_kills} drivers killed")
 
 
 def start(run: Path, mark: Path) -> subprocess.Popen[bytes]:
@@ -65,12 +68,13 @@ def start(run: Path, mark: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def wait_for_engine(events: Path, driver: subprocess.Popen[bytes]) -> int | None:
+def wait_for_engine(events: Path, driver: subprocess.Popen[bytes], killed: set[int]) -> int | None:
     """The process id of an engine that is ready now and was not killed before."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and driver.poll() is None:
         lines = events.read_text().splitlines() if events.exists() else []
         ready = [json.loads(line)["pid"] for line in lines if '"engine_ready"' in line]
+        ready = [pid for pid in ready if pid not in killed]
         living = [pid for pid in ready if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
         if living:
             return living[-1]
