@@ -151,7 +151,7 @@ class ScriptedLlm:
             return
         self._n_steps += 1
         self._n_tokens += sum(counts)
-        if not take.segments:
+        if not len(take.segments):
             return
         ids = np.concatenate([request.token_ids[first : first + count] for request, first, count in batch])
         values: dict[str, NDArray[Any]] = {

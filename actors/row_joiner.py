@@ -1,11 +1,12 @@
 """RowJoiner: gathers small pieces of rows until consecutive ones can be written together.
 
-A decode step gives each request one row, and a write of one row costs as much as one of many. Pieces wait here, and
-leave as runs of consecutive rows. Not thread-safe; the sink holds a lock for each attempt.
+A decode step gives each request one row, and a write of one row costs as much as one of many. Rows wait here, and leave
+as runs of consecutive rows. Not thread-safe; the sink holds a lock for each attempt.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,39 +15,50 @@ from numpy.typing import NDArray
 
 # Pieces of fewer rows wait for neighbours.
 SMALL_ROWS = 8
-# Rows of one array that wait at most. With 64 requests in decode, eight rows of each come together.
-MAX_WAITING_ROWS = 512
+# What waits at most. With 64 requests in decode and rows of 8 KiB, 16 rows of each come together.
+MAX_WAITING_ROWS = 4096
+MAX_WAITING_BYTES = 8 << 20
 
 
 class RowJoiner:
-    """Waiting pieces of one array of one attempt."""
+    """Waiting rows of one array of one attempt."""
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[int, NDArray[Any]]] = []
-        self.n_rows = 0
+        self._places: list[NDArray[np.int64]] = []
+        self._rows: list[NDArray[Any]] = []
+        self._n_rows = 0
         self.n_bytes = 0
 
-    def add(self, row: int, piece: NDArray[Any]) -> None:
-        """Keep a copy of a piece whose first row is `row` of its unit."""
-        self._pieces.append((row, piece.copy()))
-        self.n_rows += len(piece)
-        self.n_bytes += piece.nbytes
+    def add(self, places: NDArray[np.int64], rows: NDArray[Any]) -> int:
+        """Keep rows; the array is the joiner's from now on.
+
+        Args:
+            places: [n] row of its unit that each goes to.
+            rows: [n, width] or [n].
+
+        Returns:
+            Their bytes.
+        """
+        self._places.append(places)
+        self._rows.append(rows)
+        self._n_rows += len(rows)
+        self.n_bytes += rows.nbytes
+        return rows.nbytes
+
+    @property
+    def is_full(self) -> bool:
+        """So much waits that it should be written."""
+        return self._n_rows >= MAX_WAITING_ROWS or self.n_bytes >= MAX_WAITING_BYTES
 
     def drain(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """All pieces, joined to runs of consecutive rows, in row order; nothing waits afterwards."""
-        pieces = sorted(self._pieces, key=lambda piece: piece[0])
-        self._pieces = []
-        self.n_rows = self.n_bytes = 0
-        run: list[NDArray[Any]] = []
-        first = 0
-        end = -1
-        for row, piece in pieces:
-            if row != end and run:
-                yield first, np.concatenate(run)
-                run = []
-            if not run:
-                first = row
-            run.append(piece)
-            end = row + len(piece)
-        if run:
-            yield first, np.concatenate(run)
+        """All rows, joined to runs of consecutive ones, in row order; nothing waits afterwards."""
+        if not self._rows:
+            return
+        places, rows = np.concatenate(self._places), np.concatenate(self._rows)
+        self._places, self._rows = [], []
+        self._n_rows = self.n_bytes = 0
+        order = np.argsort(places, kind="stable")
+        places, rows = places[order], rows[order]
+        bounds = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+        for begin, end in itertools.pairwise(bounds):
+            yield int(places[begin]), rows[begin:end]

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from actors.host_rows import HostRows
 from actors.profile import SEALERS, WorkerTimes
 from actors.protocol import InvokeOutcome, UnitFailure
-from actors.row_joiner import MAX_WAITING_ROWS, SMALL_ROWS, RowJoiner
-from actors.worker.rows import Segment
+from actors.row_joiner import SMALL_ROWS, RowJoiner
+from actors.worker.segments import Segments
 
 
 class UnitWriterLike(Protocol):
@@ -44,7 +44,7 @@ class RowBatch:
 
     array: str
     rows: HostRows
-    segments: tuple[Segment, ...]
+    segments: Segments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,9 +121,8 @@ class Sink:
     def submit(self, batches: Sequence[RowBatch]) -> None:
         """Queue the row batches of one step."""
         for batch in batches:
-            by_attempt = {(s.unit, s.attempt) for s in batch.segments}
             live = []
-            for key in by_attempt:
+            for key in batch.segments.attempts:
                 attempt = self._attempts.get(key)
                 if attempt is not None and not attempt.sealing:
                     with attempt.idle:
@@ -139,22 +138,17 @@ class Sink:
         try:
             rows = batch.rows.wait()
             copied_s = time.perf_counter()
-            for segment in batch.segments:
-                attempt = attempts.get((segment.unit, segment.attempt))
+            for index, key in enumerate(batch.segments.attempts):
+                attempt = attempts.get(key)
                 if attempt is None or attempt.error is not None:
                     continue
-                data = rows[segment.begin : segment.begin + segment.count]
+                mine = batch.segments
+                if len(mine.attempts) > 1:
+                    mine = mine.chosen(mine.attempt_of == index)
                 try:
-                    if segment.count < SMALL_ROWS:
-                        self._join(attempt, batch.array, segment.unit_row, data)
-                    else:
-                        attempt.writer.write(batch.array, segment.unit_row, data)
+                    self._place(attempt, batch.array, rows, mine)
                 except Exception as error:
                     attempt.error = error
-                    continue
-                with attempt.lock:
-                    counts = attempt.rows_by_array
-                    counts[batch.array] = counts.get(batch.array, 0) + segment.count
         except Exception as error:
             for attempt in attempts.values():
                 attempt.error = attempt.error or error
@@ -169,14 +163,23 @@ class Sink:
                     attempt.pending -= 1
                     attempt.idle.notify_all()
 
-    def _join(self, attempt: _Attempt, array: str, row: int, data: NDArray[Any]) -> None:
+    def _place(self, attempt: _Attempt, array: str, rows: NDArray[Any], segments: Segments) -> None:
+        is_small = segments.counts < SMALL_ROWS
+        large = segments.chosen(~is_small)
+        for row, begin, count in zip(
+            large.unit_rows.tolist(), large.begins.tolist(), large.counts.tolist(), strict=True
+        ):
+            attempt.writer.write(array, row, rows[begin : begin + count])
+        small = segments.chosen(is_small)
         with attempt.lock:
-            joiner = attempt.joiners.setdefault(array, RowJoiner())
-            joiner.add(row, data)
-            self._count_waiting(data.nbytes)
-            if joiner.n_rows < MAX_WAITING_ROWS and self._waiting_bytes < self._join_bytes:
-                return
-            self._flush(attempt, array, joiner)
+            if len(small):
+                places, sources = small.rows()
+                joiner = attempt.joiners.setdefault(array, RowJoiner())
+                self._count_waiting(joiner.add(places, rows[sources]))
+                if joiner.is_full or self._waiting_bytes >= self._join_bytes:
+                    self._flush(attempt, array, joiner)
+            counts = attempt.rows_by_array
+            counts[array] = counts.get(array, 0) + int(segments.counts.sum())
 
     def _flush(self, attempt: _Attempt, array: str, joiner: RowJoiner) -> None:
         self._count_waiting(-joiner.n_bytes)

@@ -243,14 +243,14 @@ class Harvester:
                 taken = [(x, self._reductions.end_step(x.name, rows, reducer)) for x, rows in taken]
                 step_ids = None if step_ids is None else step_ids.index_select(0, reducer.last_rows_E)
             self._n_steps += 1
-            if not take.segments:
+            if not len(take.segments):
                 return  # all of its requests go on
             rows = [tensor for _, tensor in taken]
             arrays = [self._array_of[location.name] for location, _ in taken]
             if step_ids is not None:
                 rows.append(step_ids.to(torch.int32))
                 arrays.append("tokens/id")
-            if take.segments[0].unit == SELF_TEST_UNIT:
+            if take.segments.attempts[0][0] == SELF_TEST_UNIT:
                 self._add_to_self_test(take, taken, ids)
                 return
             host_rows: list[Any] = list(self._transfer.start(rows))

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.worker.reduced_requests import ReducedRequests, StepReduction
+from actors.worker.segments import Segments, runs
 from actors.worker.step import StepRows, StepRowsError
 
 
@@ -36,22 +37,6 @@ class Registration:
     reduced: bool = False
     """The positions become one row together, at `unit_row`."""
 
-    def segment(self, row: int, *, begin: int, count: int) -> Segment:
-        """`count` of its rows from its `row`-th on, which are those from `begin` on among the step's stored rows."""
-        return Segment(unit=self.unit, attempt=self.attempt, unit_row=self.unit_row + row, begin=begin, count=count)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
-    """Consecutive rows of a step that go to consecutive rows of one unit."""
-
-    unit: int
-    attempt: int
-    unit_row: int
-    begin: int
-    """Index of the first row among the rows that the step stores."""
-    count: int
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTake:
@@ -61,7 +46,7 @@ class StepTake:
     """[M] row indices in the step, in the order of the segments."""
     leading: bool
     """True when source_rows is exactly 0..M-1, so that a slice does."""
-    segments: tuple[Segment, ...]
+    segments: Segments
     """Of the stored rows."""
     invokes: NDArray[np.int64]
     """[R] invoke of each stored row."""
@@ -78,85 +63,157 @@ class StepTake:
         return self.source_rows if self.reduction is None else self.source_rows[self.reduction.last_rows]
 
 
+_COLUMNS = ("unit", "attempt", "invoke", "row", "next", "first", "wanted", "reduced", "sparse")
+_UNIT, _ATTEMPT, _INVOKE, _ROW, _NEXT, _FIRST, _WANTED, _REDUCED, _SPARSE = range(len(_COLUMNS))
+
+
 class RowBook:
-    """Registered requests and how far each has been captured."""
+    """Registered requests and how far each has been captured, in columns: a step costs a few array operations."""
 
     def __init__(self) -> None:
-        self._registered: dict[str, Registration] = {}
-        self._next_position: dict[str, int] = {}
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._columns = np.zeros((len(_COLUMNS), 64), np.int64)
+        # Positions of requests that want other ones than a run of consecutive ones.
+        self._sparse: dict[int, NDArray[np.int64]] = {}
         self._reduced = ReducedRequests()
         self.n_recomputed = 0
         """Tokens that came a second time, after a preemption."""
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._registered
+        return request_id in self._slots
+
+    def next_position(self, request_id: str) -> int:
+        """The first position of a known request that has not passed through a step."""
+        return int(self._columns[_NEXT, self._slots[request_id]])
 
     def register(self, request_id: str, registration: Registration) -> None:
         """Make a request known; registering it again (vLLM resumes a preempted request as new) changes nothing."""
-        self._registered.setdefault(request_id, registration)
-        self._next_position.setdefault(request_id, 0)
+        if request_id in self._slots:
+            return
+        if not self._free:
+            n_slots = self._columns.shape[1]
+            if len(self._slots) == n_slots:
+                self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+                n_slots *= 2
+            self._free = list(range(n_slots - 1, len(self._slots) - 1, -1))
+        slot = self._slots[request_id] = self._free.pop()
+        positions = registration.positions
+        n_wanted = len(positions)
+        first = int(positions[0]) if n_wanted else 0
+        is_run = not n_wanted or int(positions[-1]) - first + 1 == n_wanted
+        if not is_run:
+            self._sparse[slot] = positions
+        self._columns[:, slot] = (
+            registration.unit,
+            registration.attempt,
+            registration.invoke,
+            registration.unit_row,
+            0,
+            first,
+            n_wanted,
+            registration.reduced,
+            not is_run,
+        )
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended."""
         for request_id in request_ids:
-            self._registered.pop(request_id, None)
-            self._next_position.pop(request_id, None)
+            slot = self._slots.pop(request_id, None)
+            if slot is not None:
+                self._free.append(slot)
+                self._sparse.pop(slot, None)
             self._reduced.forget(request_id)
 
     def forget_unit(self, unit: int, attempt: int) -> None:
         """Drop all requests of an attempt: nothing that arrives later is taken."""
-        self.forget([name for name, r in self._registered.items() if (r.unit, r.attempt) == (unit, attempt)])
+        units, attempts = self._columns[_UNIT], self._columns[_ATTEMPT]
+        self.forget([name for name, at in self._slots.items() if (units[at], attempts[at]) == (unit, attempt)])
 
     def take(self, step: StepRows) -> StepTake | None:
         """The rows to copy out of `step`, or None when there are none."""
-        sources: list[NDArray[np.int64]] = []
-        invokes: list[NDArray[np.int64]] = []
-        positions: list[NDArray[np.int64]] = []
-        sampled: list[NDArray[np.int64]] = []
-        segments: list[Segment] = []
-        reductions = self._reduced.begin_step()
-        taken = 0
-        for index, request_id in enumerate(step.request_ids):
-            registration = self._registered.get(request_id)
-            if registration is None:
-                continue
-            start, end = int(step.starts[index]), int(step.starts[index + 1])
-            first = int(step.first_positions[index])
-            upto = self._next_position[request_id]
-            if first > upto:
-                raise StepRowsError(
-                    f"invoke {registration.invoke} of unit {registration.unit}: positions {upto}..{first - 1} never "
-                    "passed through a step (prefix caching or an unknown feature is on)"
-                )
-            after = first + end - start
-            self._next_position[request_id] = max(upto, after)
-            self.n_recomputed += min(upto, after) - first
-            low, high = np.searchsorted(registration.positions, (upto, after))
-            count = int(high - low)
-            if count <= 0:
-                continue
-            wanted = registration.positions[low:high]
-            sources.append(wanted - (first - start))
-            sampled.append(np.where(wanted == after - 1, index, -1))
-            positions.append(wanted)
-            invokes.append(np.full(count, registration.invoke, np.int64))
-            if not registration.reduced:
-                segments.append(registration.segment(int(low), begin=taken, count=count))
-            elif reductions.add(request_id, count, covered=int(high), of=len(registration.positions)):
-                segments.append(registration.segment(0, begin=len(segments), count=1))
-            taken += count
-        if not taken:
+        known = self._slots
+        slots = np.fromiter((known.get(name, -1) for name in step.request_ids), np.int64, len(step.request_ids))
+        requests = np.flatnonzero(slots >= 0)
+        if not len(requests):
             return None
-        source_rows = np.concatenate(sources)
-        all_invokes = np.concatenate(invokes)
-        all_positions = np.concatenate(positions).astype(np.int32)
-        reduction = reductions.finish(n_rows=taken)
+        slots = slots[requests]
+        starts = step.starts[requests]
+        firsts = step.first_positions[requests]
+        afters = firsts + step.starts[requests + 1] - starts
+        seen = self._columns[_NEXT, slots]
+        self._check_gaps(slots, firsts, seen)
+        self._columns[_NEXT, slots] = np.maximum(seen, afters)
+        self.n_recomputed += int((np.minimum(seen, afters) - firsts).sum())
+        lows, highs = self._wanted(slots, seen, afters)
+        kept = np.flatnonzero(highs > lows)
+        if not len(kept):
+            return None
+        slots, lows, highs = slots[kept], lows[kept], highs[kept]
+        counts = highs - lows
+        wanted = np.repeat(self._columns[_FIRST, slots] + lows, counts) + runs(counts)
+        begins = np.cumsum(counts) - counts
+        for index in np.flatnonzero(self._columns[_SPARSE, slots]).tolist():
+            positions = self._sparse[int(slots[index])][lows[index] : highs[index]]
+            wanted[begins[index] : begins[index] + counts[index]] = positions
+        sources = wanted - np.repeat((firsts - starts)[kept], counts)
+        sampled = np.where(wanted == np.repeat(afters[kept] - 1, counts), np.repeat(requests[kept], counts), -1)
+        invokes = np.repeat(self._columns[_INVOKE, slots], counts)
+        n_rows = len(wanted)
+        is_reduced = self._columns[_REDUCED, slots]
+        reduction = None
+        if is_reduced.any():
+            names = [step.request_ids[index] for index in requests[kept].tolist()]
+            reduction = self._reduce(names, slots, counts, highs)
+            wanted, invokes = wanted[reduction.last_rows], invokes[reduction.last_rows]
+            # A reduced request gives one row, at its first place, with the last of its positions.
+            slots = slots[reduction.ended]
+            lows, begins, counts = (np.zeros_like(slots), np.arange(len(slots)), np.ones_like(slots))
         return StepTake(
-            source_rows=source_rows,
-            leading=bool(source_rows[0] == 0 and source_rows[-1] == taken - 1 and (np.diff(source_rows) == 1).all()),
-            segments=tuple(segments),
-            invokes=all_invokes if reduction is None else all_invokes[reduction.last_rows],
-            positions=all_positions if reduction is None else all_positions[reduction.last_rows],
-            sampled_rows=np.concatenate(sampled),
+            source_rows=sources,
+            leading=bool(sources[0] == 0 and sources[-1] == n_rows - 1 and (np.diff(sources) == 1).all()),
+            segments=Segments.of(
+                units=self._columns[_UNIT, slots],
+                attempts=self._columns[_ATTEMPT, slots],
+                unit_rows=self._columns[_ROW, slots] + lows,
+                begins=begins,
+                counts=counts,
+            ),
+            invokes=invokes,
+            positions=wanted.astype(np.int32),
+            sampled_rows=sampled,
             reduction=reduction,
         )
+
+    def _check_gaps(self, slots: NDArray[np.int64], firsts: NDArray[np.int64], seen: NDArray[np.int64]) -> None:
+        gaps = np.flatnonzero(firsts > seen)
+        if len(gaps):
+            slot, first, upto = slots[gaps[0]], firsts[gaps[0]], seen[gaps[0]]
+            raise StepRowsError(
+                f"invoke {self._columns[_INVOKE, slot]} of unit {self._columns[_UNIT, slot]}: positions "
+                f"{upto}..{first - 1} never passed through a step (prefix caching or an unknown feature is on)"
+            )
+
+    def _wanted(
+        self, slots: NDArray[np.int64], seen: NDArray[np.int64], afters: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which of its wanted positions each request passes in this step, for the first time: from, to."""
+        first, n_wanted = self._columns[_FIRST, slots], self._columns[_WANTED, slots]
+        lows = np.clip(seen - first, 0, n_wanted)
+        highs = np.clip(afters - first, 0, n_wanted)
+        for index in np.flatnonzero(self._columns[_SPARSE, slots]).tolist():
+            positions = self._sparse[int(slots[index])]
+            lows[index], highs[index] = np.searchsorted(positions, (seen[index], afters[index]))
+        return lows, highs
+
+    def _reduce(
+        self, names: list[str], slots: NDArray[np.int64], counts: NDArray[np.int64], covered: NDArray[np.int64]
+    ) -> StepReduction:
+        reductions = self._reduced.begin_step()
+        n_wanted, is_reduced = self._columns[_WANTED, slots], self._columns[_REDUCED, slots]
+        for index, name in enumerate(names):
+            if is_reduced[index]:
+                reductions.add(name, int(counts[index]), covered=int(covered[index]), of=int(n_wanted[index]))
+        reduction = reductions.finish(n_rows=int(counts.sum()))
+        assert reduction is not None
+        return reduction

@@ -108,7 +108,9 @@ class TapSet:
             slot = -1
             buffer = torch.empty(0, location.width, dtype=dtype, device=device)
             if location.name in self._owned:
-                buffer = torch.zeros(self._static_rows, location.width, dtype=dtype, device=device)
+                # Logits are computed outside of the pass, for rows of their own, and never captured.
+                n_static = 0 if location.alias == "logits" else self._static_rows
+                buffer = torch.zeros(n_static, location.width, dtype=dtype, device=device)
                 tap = _Tap(self, location, buffer)
                 slot = len(_TAPS)
                 _TAPS.append(tap)
@@ -187,7 +189,7 @@ class TapSet:
             name = tap.location.name
             if tap.error is not None:
                 raise TapError(f"the tap at {name} ({tap.location.path}) failed: {tap.error}") from tap.error
-            if not tap.fired and not self._graphed:
+            if not tap.fired and not (self._graphed and len(tap.buffer_PD)):
                 raise TapError(f"the tap at {name} ({tap.location.path}) did not fire in a step of {self._n_rows} rows")
             rows = tap.direct
             if rows is None:

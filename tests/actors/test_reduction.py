@@ -55,12 +55,10 @@ def reduce_step(book, reductions, step, values):
     partial = reducer.reduce(values[torch.from_numpy(take.source_rows)])
     rows = reductions.end_step("here", partial, reducer)
     assert len(rows) == len(take.segments) == len(take.positions) == len(take.invokes) == len(take.label_rows)
-    assert [segment.begin for segment in take.segments] == list(range(len(rows)))
-    assert all(segment.count == 1 for segment in take.segments)
-    return {
-        (segment.unit_row, int(position), int(invoke)): row.numpy()
-        for segment, position, invoke, row in zip(take.segments, take.positions, take.invokes, rows, strict=True)
-    }
+    assert take.segments.begins.tolist() == list(range(len(rows)))
+    assert (take.segments.counts == 1).all()
+    labels = zip(take.segments.unit_rows.tolist(), take.positions.tolist(), take.invokes.tolist(), strict=True)
+    return {label: row.numpy() for label, row in zip(labels, rows, strict=True)}
 
 
 @settings(suppress_health_check=[HealthCheck.large_base_example, HealthCheck.too_slow], deadline=None)
@@ -217,7 +215,7 @@ def count_recomputed_halves(monkeypatch):
 
     def watched(self, step):
         for name, first in zip(step.request_ids, step.first_positions, strict=True):
-            if name in self._reduced.slots and first < self._next_position[name]:
+            if name in self._reduced.slots and first < self.next_position(name):
                 found.append(name)
         return take(self, step)
 

@@ -1,5 +1,7 @@
 """Row attribution: whatever the engine's batches look like, each wanted position is taken once, from its own row."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -60,10 +62,10 @@ def test_chunks_preemption_and_order_never_move_a_row(data):
         rows = [content[row] for row in take.source_rows]
         assert take.leading == (take.source_rows.tolist() == list(range(len(rows))))
         assert list(zip(take.invokes.tolist(), take.positions.tolist(), strict=True)) == rows
-        for segment in take.segments:
-            for i in range(segment.count):
-                assert segment.unit_row + i not in store
-                store[segment.unit_row + i] = rows[segment.begin + i]
+        assert take.segments.attempts == ((1, 2),)
+        for place, source in zip(*(each.tolist() for each in take.segments.rows()), strict=True):
+            assert place not in store
+            store[place] = rows[source]
     expected = [(request, position) for request in range(n_requests) for position in wanted[request]]
     if all(wanted):
         assert [store[row] for row in sorted(store)] == expected
@@ -83,6 +85,30 @@ def test_foreign_and_forgotten_requests_get_no_rows():
     assert book.take(make_step([("warm-up", 0, 3)])) is None
     book.forget(["a"])
     assert book.take(make_step([("a", 0, 3)])) is None
+
+
+def test_segments_name_their_attempts():
+    book = RowBook()
+    for invoke, (unit, positions) in enumerate([(1, range(3)), (4, [0, 2]), (1, [1])]):
+        registered = registration(invoke, list(positions), unit_row=10 * invoke)
+        book.register(f"r{invoke}", dataclasses.replace(registered, unit=unit))
+    segments = book.take(make_step([("r0", 0, 3), ("r1", 0, 3), ("r2", 0, 2)])).segments
+    assert segments.attempts == ((1, 2), (4, 2))
+    assert segments.attempt_of.tolist() == [0, 1, 0]
+    other = segments.chosen(segments.attempt_of == 1)
+    assert [each.tolist() for each in other.rows()] == [[10, 11], [3, 4]]
+
+
+def test_slots_are_reused_and_grow_with_the_requests_in_flight():
+    book = RowBook()
+    for invoke in range(1000):
+        book.register(f"r{invoke}", registration(invoke, [0, 1], unit_row=2 * invoke))
+        if invoke >= 100:
+            book.forget([f"r{invoke - 100}"])
+    assert book._columns.shape[1] == 128
+    take = book.take(make_step([(f"r{invoke}", 0, 2) for invoke in range(890, 1000)]))
+    assert take.invokes.tolist() == [invoke for invoke in range(900, 1000) for _ in range(2)]
+    assert take.segments.rows()[0].tolist() == list(range(1800, 2000))
 
 
 def test_sampled_rows_are_the_last_of_each_request():

@@ -15,7 +15,7 @@ from actors.host_rows import ArrayRows
 from actors.protocol import InvokeOutcome, UnitFailure
 from actors.row_joiner import RowJoiner
 from actors.sink import RowBatch, Sink
-from actors.worker.rows import Segment
+from actors.worker.segments import Segments
 
 
 class MemoryWriter:
@@ -68,9 +68,17 @@ def wait_for_result(sink):
 
 
 def submit(sink, pieces, expected):
-    for row, count in pieces:
-        segment = Segment(unit=0, attempt=1, unit_row=row, begin=0, count=count)
-        sink.submit([RowBatch(array="a", rows=ArrayRows(expected[row : row + count]), segments=(segment,))])
+    """One batch of (first row, rows), as of one step."""
+    rows = np.concatenate([expected[row : row + count] for row, count in pieces])
+    counts = np.array([count for _, count in pieces])
+    segments = Segments.of(
+        units=np.zeros(len(pieces), np.int64),
+        attempts=np.ones(len(pieces), np.int64),
+        unit_rows=np.array([row for row, _ in pieces]),
+        begins=np.cumsum(counts) - counts,
+        counts=counts,
+    )
+    sink.submit([RowBatch(array="a", rows=ArrayRows(rows), segments=segments)])
 
 
 @pytest.mark.parametrize("join_bytes", [0, 1 << 20])
@@ -97,13 +105,14 @@ def test_joined_runs_hold_every_row_once(data):
     starts = data.draw(st.lists(st.integers(0, 200), unique=True, max_size=60))
     joiner = RowJoiner()
     for row in starts:
-        joiner.add(row, np.array([row]))
-    assert joiner.n_rows == len(starts)
+        joiner.add(np.array([row]), np.array([row]))
+    assert joiner.n_bytes == 8 * len(starts)
     runs = list(joiner.drain())
     assert sorted(starts) == [row + i for row, run in runs for i in range(len(run))]
     assert [value for _, run in runs for value in run] == sorted(starts)
     assert all(later > row + len(run) for (row, run), (later, _) in pairwise(runs))
-    assert (joiner.n_rows, joiner.n_bytes) == (0, 0)
+    assert joiner.n_bytes == 0
+    assert list(joiner.drain()) == []
 
 
 def test_rows_beyond_an_early_end_become_holes():
@@ -135,7 +144,8 @@ def test_a_failed_attempt_is_aborted_after_its_writers_have_left():
     sink = make_sink(writer)
     sink.open_unit(0, 1)
     expected = np.zeros((100, 4), np.float32)
-    submit(sink, [(50, 20), (0, 10)], expected)
+    submit(sink, [(50, 20)], expected)
+    submit(sink, [(0, 10)], expected)
     early = []
     for _ in range(10):
         early += sink.poll()

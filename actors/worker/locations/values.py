@@ -157,7 +157,18 @@ def _stand_in_kernels(model: nn.Module) -> Iterator[None]:
             native = getattr(module, "forward_native", None)
             if callable(native) and hasattr(module, "_forward_method"):
                 undo.enter_context(_attribute(module, "_forward_method", native))
+        for operation in _ir_operations():
+            undo.enter_context(operation.set_priority(["native"]))
         yield
+
+
+def _ir_operations() -> list[Any]:
+    """Operations of vLLM that choose a kernel at each call; in eager mode on a GPU, ones without a meta version."""
+    try:
+        from vllm.ir.op import IrOp
+    except ImportError:  # versions before vllm.ir
+        return []
+    return list(IrOp.registry.values())
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import Gemma4TextConfig, MiniCPM3Config, StableLmConfig
+from vllm.ir.op import IrOp
 
 from actors.worker.locations import (
     Location,
@@ -188,6 +189,26 @@ def test_quantised_weights_change_no_width(quantization: dict[str, Any], tmp_pat
     for ranks in (1, 2):
         found = resolve_locations(tree, asked, tp_size=ranks)
         assert [location.width for location in found] == [64, 128, 128, 256, 160]
+
+
+def test_kernels_that_know_no_meta_tensors_take_no_part(views: Any) -> None:
+    """In eager mode on a GPU, vLLM's operations choose kernels that only take real tensors."""
+    operation = IrOp.registry["rms_norm"]
+    model = views("qwen3").model
+
+    @operation.register_impl("real_only")
+    def real_only(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+        raise NotImplementedError("attempted to run this operator with Meta tensors")
+
+    try:
+        with operation.set_priority(["real_only", "native"]):
+            chosen = operation.get_priority()
+            assert chosen[0] == "real_only"
+            view = view_model(model)
+            assert operation.get_priority() == chosen
+    finally:
+        del operation.impls["real_only"]
+    assert view.values.failure is None
 
 
 def test_describe_lists_sides_widths_and_aliases(tmp_path: Path) -> None:
