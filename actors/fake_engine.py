@@ -23,7 +23,7 @@ from actors.host_rows import ArrayRows
 from actors.logprobs import LOGPROBS, write_logprobs
 from actors.profile import WorkerTimes
 from actors.protocol import EngineSpec, InvokeOutcome
-from actors.sink import RowBatch, Sink
+from actors.sink import Sink, StepBatch
 from actors.worker.llm import Finished, Request
 from actors.worker.rows import Registration, RowBook
 from actors.worker.step import StepRows
@@ -161,9 +161,8 @@ class ScriptedLlm:
         }
         for index, location in enumerate(self._spec.layout.locations):
             values[location.array] = scripted_rows(take.invokes, take.positions, index, location.width)
-        self._sink.submit(
-            [RowBatch(array=array, rows=ArrayRows(rows), segments=take.segments) for array, rows in values.items()]
-        )
+        rows = {array: ArrayRows(values_of_array) for array, values_of_array in values.items()}
+        self._sink.submit(StepBatch(rows=rows, segments=take.segments))
         self._n_rows += len(take.positions)
 
     def abort(self, request_ids: list[str]) -> None:

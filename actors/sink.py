@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,6 +28,9 @@ from actors.protocol import InvokeOutcome, UnitFailure
 from actors.row_joiner import SMALL_ROWS, RowJoiner
 from actors.worker.segments import Segments
 
+# Steps of fewer bytes are written by one thread.
+ONE_TASK_BYTES = 1 << 20
+
 
 class UnitWriterLike(Protocol):
     """What the sink needs of `storage.unit_writer.UnitWriter`."""
@@ -39,12 +42,13 @@ class UnitWriterLike(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowBatch:
-    """Rows of one array out of one step."""
+class StepBatch:
+    """The rows of one step."""
 
-    array: str
-    rows: HostRows
+    rows: Mapping[str, HostRows]
+    """By array."""
     segments: Segments
+    """Of every array."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,35 +122,38 @@ class Sink:
         """Begin an attempt."""
         self._attempts[unit, attempt] = _Attempt(writer=self._open_writer(unit, attempt))
 
-    def submit(self, batches: Sequence[RowBatch]) -> None:
-        """Queue the row batches of one step."""
-        for batch in batches:
-            live = []
-            for key in batch.segments.attempts:
-                attempt = self._attempts.get(key)
-                if attempt is not None and not attempt.sealing:
-                    with attempt.idle:
-                        attempt.pending += 1
-                    live.append(key)
-            with self._bytes_lock:
-                self._pending_bytes += batch.rows.n_bytes
-            self._pool.submit(self._write, batch, tuple(live))
+    def submit(self, batch: StepBatch) -> None:
+        """Queue the rows of one step."""
+        n_bytes = sum(rows.n_bytes for rows in batch.rows.values())
+        # To wake a thread for each array costs more than to write a small step, and takes the step's thread's time.
+        parts = [batch.rows] if n_bytes < ONE_TASK_BYTES else [{array: rows} for array, rows in batch.rows.items()]
+        live = {}
+        for key in batch.segments.attempts:
+            attempt = self._attempts.get(key)
+            if attempt is not None and not attempt.sealing:
+                with attempt.idle:
+                    attempt.pending += len(parts)
+                live[key] = attempt
+        with self._bytes_lock:
+            self._pending_bytes += n_bytes
+        for part in parts:
+            self._pool.submit(self._write, part, batch.segments, live)
 
-    def _write(self, batch: RowBatch, keys: tuple[tuple[int, int], ...]) -> None:
-        attempts = {key: self._attempts[key] for key in keys if key in self._attempts}
+    def _write(
+        self, part: Mapping[str, HostRows], segments: Segments, attempts: Mapping[tuple[int, int], _Attempt]
+    ) -> None:
+        n_bytes = sum(rows.n_bytes for rows in part.values())
         begun_s = copied_s = time.perf_counter()
         try:
-            rows = batch.rows.wait()
+            arrays = {array: rows.wait() for array, rows in part.items()}
             copied_s = time.perf_counter()
-            for index, key in enumerate(batch.segments.attempts):
+            for index, key in enumerate(segments.attempts):
                 attempt = attempts.get(key)
                 if attempt is None or attempt.error is not None:
                     continue
-                mine = batch.segments
-                if len(mine.attempts) > 1:
-                    mine = mine.chosen(mine.attempt_of == index)
+                mine = segments if len(segments.attempts) == 1 else segments.chosen(segments.attempt_of == index)
                 try:
-                    self._place(attempt, batch.array, rows, mine)
+                    self._place(attempt, arrays, mine)
                 except Exception as error:
                     attempt.error = error
         except Exception as error:
@@ -154,8 +161,8 @@ class Sink:
                 attempt.error = attempt.error or error
         finally:
             with self._bytes_lock:
-                self._pending_bytes -= batch.rows.n_bytes
-                self.written_bytes += batch.rows.n_bytes
+                self._pending_bytes -= n_bytes
+                self.written_bytes += n_bytes
                 self._copy_wait_s += copied_s - begun_s
                 self._write_s += time.perf_counter() - copied_s
             for attempt in attempts.values():
@@ -163,23 +170,23 @@ class Sink:
                     attempt.pending -= 1
                     attempt.idle.notify_all()
 
-    def _place(self, attempt: _Attempt, array: str, rows: NDArray[Any], segments: Segments) -> None:
+    def _place(self, attempt: _Attempt, arrays: Mapping[str, NDArray[Any]], segments: Segments) -> None:
         is_small = segments.counts < SMALL_ROWS
         large = segments.chosen(~is_small)
-        for row, begin, count in zip(
-            large.unit_rows.tolist(), large.begins.tolist(), large.counts.tolist(), strict=True
-        ):
-            attempt.writer.write(array, row, rows[begin : begin + count])
-        small = segments.chosen(is_small)
+        pieces = list(zip(large.unit_rows.tolist(), large.begins.tolist(), large.counts.tolist(), strict=True))
+        for array, rows in arrays.items():
+            for row, begin, count in pieces:
+                attempt.writer.write(array, row, rows[begin : begin + count])
+        n_rows = int(segments.counts.sum())
+        places, sources = segments.chosen(is_small).rows()
         with attempt.lock:
-            if len(small):
-                places, sources = small.rows()
-                joiner = attempt.joiners.setdefault(array, RowJoiner())
-                self._count_waiting(joiner.add(places, rows[sources]))
-                if joiner.is_full or self._waiting_bytes >= self._join_bytes:
-                    self._flush(attempt, array, joiner)
-            counts = attempt.rows_by_array
-            counts[array] = counts.get(array, 0) + int(segments.counts.sum())
+            for array, rows in arrays.items():
+                if len(places):
+                    joiner = attempt.joiners.setdefault(array, RowJoiner())
+                    self._count_waiting(joiner.add(places, rows[sources]))
+                    if joiner.is_full or self._waiting_bytes >= self._join_bytes:
+                        self._flush(attempt, array, joiner)
+                attempt.rows_by_array[array] = attempt.rows_by_array.get(array, 0) + n_rows
 
     def _flush(self, attempt: _Attempt, array: str, joiner: RowJoiner) -> None:
         self._count_waiting(-joiner.n_bytes)

@@ -25,7 +25,7 @@ from actors.host_rows import ArrayRows
 from actors.logprobs import LOGPROBS, write_logprobs
 from actors.profile import WorkerTimes
 from actors.protocol import EngineSpec, InvokeOutcome, UnitFailure
-from actors.sink import NullWriter, RowBatch, Sealed, Sink
+from actors.sink import NullWriter, Sealed, Sink, StepBatch
 from actors.worker import self_test
 from actors.worker.depth import Depth, shorten
 from actors.worker.locations import Location, last_layer_needed, resolve_locations
@@ -257,12 +257,7 @@ class Harvester:
             if step_ids is not None:
                 host_rows += [ArrayRows(take.positions), ArrayRows(take.invokes)]
                 arrays += ["tokens/position", "tokens/invoke"]
-            sink.submit(
-                [
-                    RowBatch(array=array, rows=host, segments=take.segments)
-                    for array, host in zip(arrays, host_rows, strict=True)
-                ]
-            )
+            sink.submit(StepBatch(rows=dict(zip(arrays, host_rows, strict=True)), segments=take.segments))
             self._n_rows += len(take.positions)
         except Exception as error:
             self._fail_attempts(error)

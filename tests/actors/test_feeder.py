@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -87,11 +88,11 @@ def test_a_tap_that_does_not_fire_fails_its_unit_by_name(prompts, tmp_path):
     submit = llm._sink.submit
     dropped: list[str] = []
 
-    def lose_one(batches):
+    def lose_one(batch):
         if not dropped:
-            dropped.append(batches[-1].array)
-            batches = batches[:-1]
-        submit(batches)
+            dropped.append(list(batch.rows)[-1])
+            batch = replace(batch, rows={array: rows for array, rows in batch.rows.items() if array not in dropped})
+        submit(batch)
 
     llm._sink.submit = lose_one
     results = [feeder.submit(Lease(unit=unit, attempt=1)).result(30) for unit in range(2)]

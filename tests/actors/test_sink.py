@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from actors.host_rows import ArrayRows
 from actors.protocol import InvokeOutcome, UnitFailure
 from actors.row_joiner import RowJoiner
-from actors.sink import RowBatch, Sink
+from actors.sink import Sink, StepBatch
 from actors.worker.segments import Segments
 
 
@@ -78,7 +78,7 @@ def submit(sink, pieces, expected):
         begins=np.cumsum(counts) - counts,
         counts=counts,
     )
-    sink.submit([RowBatch(array="a", rows=ArrayRows(rows), segments=segments)])
+    sink.submit(StepBatch(rows={"a": ArrayRows(rows)}, segments=segments))
 
 
 @pytest.mark.parametrize("join_bytes", [0, 1 << 20])
