@@ -22,12 +22,14 @@ pytestmark = pytest.mark.chaos
 
 DRIVER_KILLS = int(os.environ.get("HARVEST_CHAOS_DRIVER_KILLS", "6"))
 ENGINE_KILLS_A_DRIVER = 5
+UNITS_A_DRIVER = 25
 
 
 def test_kills_of_engines_and_drivers(tmp_path):
     rng = random.Random(11)
     # Enough work for all of the kills: a driver commits a few units between two of them.
-    size = {"n_units": max(40, 8 * DRIVER_KILLS), "n_prompts": 10 * max(40, 8 * DRIVER_KILLS)}
+    n_units = UNITS_A_DRIVER * DRIVER_KILLS
+    size = {"n_units": n_units, "n_prompts": 10 * n_units}
     run = make_scripted_run(tmp_path / "run", **size)
     killed: set[int] = set()  # a process takes a moment to die, and counts once
     driver_kills = 0
@@ -46,7 +48,8 @@ def test_kills_of_engines_and_drivers(tmp_path):
         wait_until_gone(tmp_path)
     finisher = start(run.path, tmp_path)
     assert finisher.wait(300) == 0
-    assert len(killed) >= 5, "too few engines were hit to say anything"
+    assert driver_kills == DRIVER_KILLS, "the run ended before its last kill: raise UNITS_A_DRIVER"
+    assert len(killed) >= DRIVER_KILLS, "too few engines were hit to say anything"
     report = verify(run.path)
     assert report.ok, report.findings
     undisturbed = make_scripted_run(tmp_path / "undisturbed", **size)

@@ -42,6 +42,9 @@ SCHEDULE = {
 }
 
 
+SETTLE_S = 4.0
+
+
 class Child:
     """A system's process."""
 
@@ -103,6 +106,12 @@ def measure_disk(folder: str | None, *, n_files: int, threads: int = 8) -> dict[
     return {"seconds": seconds, "stored_bytes": n_files << 28, "gb_s": (n_files << 28) / seconds / 1e9}
 
 
+def settle() -> None:
+    """Let the disk finish with what others have written and deleted."""
+    os.sync()
+    time.sleep(SETTLE_S)
+
+
 def main() -> None:
     """Start all, then go round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -129,10 +138,13 @@ def main() -> None:
     ]
     for repeat in range(options.repeats + 1):
         if repeat and options.disk_files:
+            settle()
             _note(options.out, system="disk", workload="raw", repeat=repeat, **_disk(options))
         for name, workload in rounds if repeat % 2 else rounds[::-1]:
             if name not in children or time.monotonic() > deadline - 25:
                 continue
+            if workload.endswith("-disk"):
+                settle()
             result = children[name].ask(workload=workload, seed=repeat, warm_up=repeat == 0)
             _note(options.out, system=name, workload=workload, repeat=repeat, **result)
             if "error" in result:
