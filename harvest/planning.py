@@ -49,7 +49,9 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
         check_engine_arguments(config.engine.vllm)
     except EngineArgumentError as error:
         raise ConfigError(str(error)) from error
-    model = resolve_model(config.model.name)
+    # vLLM makes dummy weights itself.
+    needs_weights = config.engine.vllm.get("load_format") != "dummy"
+    model = resolve_model(config.model.name, needs_weights=needs_weights)
     facts = read_model_facts(model, trust_remote_code=config.model.trust_remote_code, revision=config.model.revision)
     adapter = find_adapter(config)
     defaults = read_generation_defaults(model, revision=config.model.revision)
