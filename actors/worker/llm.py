@@ -97,6 +97,7 @@ class Finished:
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
     """The arguments of `vllm.EngineArgs` for a spec."""
     check_engine_arguments(spec.vllm)
+    whole_prompts = _whole_prompts(spec) if on_cpu else {}
     adapter = {} if spec.lora is None else read_adapter(spec.lora).engine_arguments()
     defaults: dict[str, Any] = {
         **adapter,
@@ -104,8 +105,9 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         # Token ids go in and rows come out; text is needed to find the end of a generated answer only.
         "skip_tokenizer_init": not spec.generates,
+        **whole_prompts,
         **step_arguments(
-            spec.vllm,
+            {**spec.vllm, **whole_prompts},
             on_cpu=on_cpu,
             generates=spec.generates,
             row_bytes=spec.row_bytes,
@@ -137,6 +139,18 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "worker_cls": f"actors.worker.worker_{'cpu.HarvestCPUWorker' if on_cpu else 'gpu.HarvestGPUWorker'}",
         "additional_config": spec,
     }
+
+
+def _whole_prompts(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments for a CPU, where vLLM's engine breaks when a prompt with a seed of its own is cut into pieces."""
+    if spec.sampling.get("seed") is None or not spec.generates:
+        return {}
+    if spec.vllm.get("enable_chunked_prefill"):
+        raise EngineArgumentError(
+            "engine.vllm.enable_chunked_prefill = true: vLLM's CPU engine breaks when it cuts a prompt whose answer is "
+            "drawn with a seed; leave it out, or leave out capture.generation.seed"
+        )
+    return {"enable_chunked_prefill": False}
 
 
 def _lora_request(spec: EngineSpec) -> Any:
