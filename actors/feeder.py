@@ -35,7 +35,7 @@ QUEUED_REQUESTS_PER_SLOT = 2
 # How long the loop sleeps while it waits for the sinks: for a seal, or for room in a full ring.
 SINK_WAIT_S = 0.002
 # How often the sinks are asked for results while the engine steps: each time is a round trip to every rank.
-POLL_INTERVAL_S = 0.01
+POLL_INTERVAL_S = 0.03
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +167,7 @@ class Feeder:
         self._admit_leases()
         self._clock.enter("feed")
         self._feed()
-        if self._llm.busy and self._pending_bytes + self._step_bytes <= self._spec.ring_bytes:
+        if self._llm.busy and self._has_room():
             self._clock.enter("forward")
             ended = self._llm.step()
             self._clock.enter("settle")
@@ -180,9 +180,14 @@ class Feeder:
             return
         self._clock.enter("gated" if self._llm.busy else "sealing" if self._units else "idle")
         self._poll()
+        if self._llm.busy and self._has_room():
+            return  # steps were smaller than assumed
         with self._wake:
             if not self._leases and not self._stopping:
                 self._wake.wait(SINK_WAIT_S if self._llm.busy or self._units else 0.5)
+
+    def _has_room(self) -> bool:
+        return self._pending_bytes + self._step_bytes <= self._spec.ring_bytes
 
     def _admit_leases(self) -> None:
         while self._leases:
