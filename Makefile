@@ -32,14 +32,16 @@ ifneq ($(strip $(PIP_EXTRA_INDEX_URL)),)
 export UV_INDEX ?= $(PIP_EXTRA_INDEX_URL)
 endif
 
-.PHONY: help env demo test check chaos bench clean
+.PHONY: help env demo test check slow chaos gpu bench clean
 
 help:
 	@echo "make demo    make the environment, get a small real model, harvest real text into out/demo"
 	@echo "make test    make the environment, run the static checks and the tests"
 	@echo "make env     make the environment only ($(VENV))"
 	@echo "make check   ruff, mypy and import-linter"
+	@echo "make slow    the tests that take minutes: two ranks, compiling, memory, long stalls"
 	@echo "make chaos   the tests that kill processes at random moments"
+	@echo "make gpu     the tests that need a CUDA device (EXTRAS=gpu,dev)"
 	@echo "make bench   the benchmarks: ratios within one run"
 	@echo "make clean   remove out/ and every cache; the environment stays"
 
@@ -71,6 +73,12 @@ check: env
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+slow: env
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+gpu: env
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 chaos: env
 	$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
