@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def test_more_prompts_than_a_step_holds(tiny_qwen3, tmp_path):
     for number in range(2):
         run = make_run(tmp_path / str(number), prompts, locations, selection=selection, max_tokens=4)
         vllm = {"max_num_batched_tokens": 512}
-        options = {"selection": selection, "sampling": SAMPLING, "generates": True, "vllm": vllm}
+        options: dict[str, Any] = {"selection": selection, "sampling": SAMPLING, "generates": True, "vllm": vllm}
         with engine(run, tiny_qwen3, locations, **options) as feeder:
             reader = harvest(run, feeder)
             spec = feeder._spec
