@@ -51,8 +51,8 @@ class StepReductions:
     _ended: list[tuple[int, int]] = field(default_factory=list)
     _freed: list[str] = field(default_factory=list)
 
-    def add(self, request_id: str, count: int, *, covered: int, of: int) -> bool:
-        """Take in the next request of the step's order; True if it ends.
+    def add(self, request_id: str, count: int, *, covered: int, of: int) -> None:
+        """Take in the next request of the step's order.
 
         Args:
             request_id: its name.
@@ -68,11 +68,10 @@ class StepReductions:
         if covered == of:
             self._ended.append((index, of))
             self._freed.append(request_id)
-            return True
+            return
         if slot is None:
             slot = self._requests.hold(request_id)
         self._kept.append((index, slot))
-        return False
 
     def finish(self, *, n_rows: int) -> StepReduction | None:
         """The whole step of `n_rows` taken rows, None if no request of it is reduced.
