@@ -21,7 +21,6 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ({"enforce_eager": False}, "enforce_eager=True"),
         ({"enable_chunked_prefill": True}, "enable_chunked_prefill=False"),
         ({"enable_prefix_caching": True}, "enable_prefix_caching=False"),
         ({"async_scheduling": True}, "async_scheduling=False"),

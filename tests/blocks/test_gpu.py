@@ -96,3 +96,55 @@ def test_the_attention_pattern(model: Any) -> None:
         rebuilt = torch.einsum("hqk,khd->qhd", pattern, values).flatten(1).save()
         kernel = layer.self_attn.attn.output.float().save()
     assert torch.allclose(rebuilt, kernel.reshape(rebuilt.shape), atol=3e-2)
+
+
+def test_layers_launched_as_graphs_give_what_their_modules_give(model: Any) -> None:
+    """Eight requests of one row each: nothing is padded, so the kernels are the same and so are the bits."""
+
+    def reads_everywhere(model: Any, tracer: Any) -> list[Any]:
+        kept = []
+        for step in tracer.all():
+            kept.append(model.model.layers[0].output)
+            if step % 2:
+                kept.append(model.model.layers[1].mlp.output)
+            model.model.layers[2].output[0][:] *= 0.5
+            kept.append(model.model.layers[3].output)
+        return kept
+
+    graphs = model.engine._engine.model_executor.driver_worker.worker.model_runner.blocks.graphs
+    prompts = [PROMPTS[index % 3] for index in range(8)]
+    sampling = {**GREEDY, "max_tokens": 24}
+    recorder, graphs.recorder = graphs.recorder, None
+    expected = model.run(reads_everywhere, prompts, **sampling)
+    graphs.recorder = recorder
+    before = graphs.n_replays
+    for _ in range(2):
+        got = model.run(reads_everywhere, prompts, **sampling)
+    assert not graphs.refusals
+    assert graphs.n_replays - before > 100
+    for result, wanted in zip(got, expected, strict=True):
+        assert result.output.outputs[0].token_ids == wanted.output.outputs[0].token_ids
+        torch.testing.assert_close(result.value, wanted.value, rtol=0, atol=0)
+
+
+def test_padded_graphs_and_shrinking_batches(model: Any) -> None:
+    """Requests of different lengths, which end one by one: rows within bf16 rounding of the modules' own."""
+    graphs = model.engine._engine.model_executor.driver_worker.worker.model_runner.blocks.graphs
+
+    def run() -> Any:
+        with model.trace(**GREEDY) as tracer:
+            for index in range(7):
+                with tracer.invoke(PROMPTS[index % 3], max_tokens=6 + 3 * index):
+                    kept = [].save()
+                    for _ in tracer.all():
+                        kept.append(model.model.layers[1].output[0].float())
+                        model.samples[:] = 40 + index
+        return kept
+
+    recorder, graphs.recorder = graphs.recorder, None
+    expected = run()
+    graphs.recorder = recorder
+    for _ in range(3):
+        got = run()
+    assert not graphs.refusals
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)

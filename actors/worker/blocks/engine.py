@@ -1,8 +1,9 @@
 """BlockEngine: owns a vLLM engine whose requests may carry blocks.
 
 TP=1 runs in this process; TP>1 has vLLM's worker processes, with the scheduler still here. Engines that serve blocks
-run eager, without chunked prefill, prefix caching or asynchronous scheduling: a block sees its prompt whole, each
-step once, and Python runs at every module.
+run without chunked prefill, prefix caching or asynchronous scheduling: a block sees its prompt whole, and each step
+once. vLLM runs eager, so that Python runs at every module where a block may wait; `enforce_eager` decides whether the
+layers in which none waits are launched as CUDA graphs (see layer_graphs).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from actors.worker.blocks.returns import unpack_outcome
 from actors.worker.blocks.wire import EXTRA_ARGS_KEY, BlockOutcome
 
 FORCED_ARGS: dict[str, Any] = {
-    "enforce_eager": True,
     "enable_chunked_prefill": False,
     "enable_prefix_caching": False,
     "async_scheduling": False,
@@ -93,11 +93,16 @@ class BlockEngine:
             from actors.worker.blocks.runner import CONFIG_KEY
 
             additional = dict(engine_args.get("additional_config") or {})
-            additional[CONFIG_KEY] = {"block_time_limit_s": block_time_limit_s}
+            additional[CONFIG_KEY] = {
+                "block_time_limit_s": block_time_limit_s,
+                "layer_graphs": not engine_args.get("enforce_eager"),
+            }
             args = {
                 "disable_log_stats": True,
                 **engine_args,
                 **FORCED_ARGS,
+                # Python runs at every module; what may be launched as graphs is decided layer by layer.
+                "enforce_eager": True,
                 "worker_cls": worker_class(),
                 "scheduler_cls": "actors.worker.blocks.scheduler.BlockScheduler",
                 "additional_config": additional,

@@ -188,6 +188,11 @@ class ModuleSource:
         rewritten = self._rewritten.function(function, self._call)
         sites.forward = types.MethodType(rewritten, sites.module)
 
+    @property
+    def sites(self) -> list[Site]:
+        """All sites of its operations."""
+        return [site for pair in self._sites.values() for site in pair]
+
     def __getattr__(self, name: str) -> OperationRef:
         operation = self.__dict__.get("_operations", {}).get(name)
         if operation is None:

@@ -17,7 +17,7 @@ def pack_outcome(outcome: BlockOutcome, *, limit_bytes: int, keep_buffers: bool)
         failure = dataclasses.replace(failure, error=RuntimeError(f"{type(failure.error).__name__}: {failure.error}"))
         outcome = dataclasses.replace(outcome, failure=failure)
     try:
-        return pack(outcome, limit_bytes=limit_bytes, refuse_references=True, keep_buffers=keep_buffers)
+        return pack(outcome, limit_bytes=limit_bytes, refuse_references=True, keep_buffers=keep_buffers, gather=True)
     except Exception as error:
         problem = error
     kept: dict[str, Any] = {}

@@ -14,15 +14,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from actors.worker.blocks.graph_recording import CudaRecorder
+from actors.worker.blocks.layer_graphs import LayerGraphs
 from actors.worker.blocks.runtime import BlockRuntime
 from actors.worker.blocks.wire import EXTRA_ARGS_KEY
 from actors.worker.step import StepRows
 
 if TYPE_CHECKING:
+    from actors.worker.blocks.graph_recording import Recorder
     from actors.worker.blocks.wire import BlockOutcome
 
 ENDED_ATTRIBUTE = "harvest_ended_requests"
 """Attribute of ModelRunnerOutput: ids of requests to end after this step."""
+
+
+def make_recorder(device: Any) -> Recorder | None:
+    """What records layers on this device, None where nothing does."""
+    device = torch.device(device)
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class _BlocksMixin:
@@ -32,8 +41,13 @@ class _BlocksMixin:
     vllm_config: Any
     device: Any
 
-    def install_blocks(self, *, block_time_limit_s: float | None) -> None:
-        """Call once the model is loaded."""
+    def install_blocks(self, *, block_time_limit_s: float | None, layer_graphs: bool) -> None:
+        """Call once the model is loaded.
+
+        Args:
+            block_time_limit_s: the longest that a block may run between two locations; None for no limit.
+            layer_graphs: launch layers in which no block waits from recordings, where that is possible.
+        """
         model = self.get_model()  # type: ignore[attr-defined]
         tp_size = self.vllm_config.parallel_config.tensor_parallel_size
         layouts = None
@@ -48,6 +62,19 @@ class _BlocksMixin:
             layouts=layouts,
             make_tokenizer=self._make_tokenizer,
             block_time_limit_s=block_time_limit_s,
+            graphs=LayerGraphs(
+                make_recorder(self.device) if layer_graphs and self._is_plain() else None,
+                self.vllm_config.compilation_config.static_forward_context.values(),
+            ),
+        )
+
+    def _is_plain(self) -> bool:
+        """A layer's work depends on its rows alone: no collectives, no state of adapters, no scale over all rows."""
+        config = self.vllm_config
+        return (
+            config.parallel_config.world_size == 1
+            and config.lora_config is None
+            and config.model_config.quantization is None
         )
 
     def _make_tokenizer(self) -> Any:
@@ -83,7 +110,7 @@ class BlocksV1Mixin(_BlocksMixin):
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
-        if self.blocks is not None and self.blocks.n_tasks:
+        if self.blocks is not None:
             batch = self.input_batch  # type: ignore[attr-defined]
             n_requests = batch.num_reqs
             starts = np.zeros(n_requests + 1, np.int64)
@@ -130,7 +157,7 @@ class BlocksV2Mixin(_BlocksMixin):
 
     def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        if self.blocks is not None and self.blocks.n_tasks:
+        if self.blocks is not None:
             self.blocks.begin_step(
                 StepRows.checked(
                     request_ids=tuple(batch.req_ids),
@@ -144,9 +171,10 @@ class BlocksV2Mixin(_BlocksMixin):
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         blocks = self.blocks
+        if blocks is not None:
+            blocks.end_forward()
         if blocks is None or not blocks.active:
             return super().sample(*args, **kwargs)  # type: ignore[misc]
-        blocks.end_forward()
         model: Any = self.get_model()  # type: ignore[attr-defined]
         compute_logits = model.compute_logits
 
@@ -191,7 +219,9 @@ class BlockWorkerMixin:
         config = self.vllm_config.additional_config
         # A dict in a block engine; another worker that is stacked on this one may have an object there.
         options = config.get(CONFIG_KEY, {}) if isinstance(config, Mapping) else getattr(config, CONFIG_KEY, None) or {}
-        self.model_runner.install_blocks(block_time_limit_s=options.get("block_time_limit_s"))
+        self.model_runner.install_blocks(
+            block_time_limit_s=options.get("block_time_limit_s"), layer_graphs=options.get("layer_graphs", False)
+        )
 
     def shutdown(self) -> None:
         blocks: BlockRuntime | None = getattr(self.model_runner, "blocks", None)

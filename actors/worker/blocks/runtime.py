@@ -27,6 +27,7 @@ from actors.worker.blocks.errors import (
     RequestFinishedError,
     SplitPromptError,
 )
+from actors.worker.blocks.layer_graphs import LayerGraphs
 from actors.worker.blocks.modes import BlockModes
 from actors.worker.blocks.recording import ModuleCache, Recorder
 from actors.worker.blocks.refs import END_OF_REQUEST, ModelRef, ModuleRef, TracerRef
@@ -63,6 +64,7 @@ class BlockRuntime:
         layouts: how values are spread over the ranks; needed when there are several.
         make_tokenizer: makes the tokenizer the first time that a block asks for it.
         block_time_limit_s: the longest that a block may run between two locations; None for no limit.
+        graphs: launches layers in which no block waits; None: all modules run one by one.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class BlockRuntime:
         layouts: Layouts | None = None,
         make_tokenizer: Callable[[], Any] | None = None,
         block_time_limit_s: float | None = None,
+        graphs: LayerGraphs | None = None,
     ) -> None:
         self.active = False
+        self.graphs = graphs if graphs is not None else LayerGraphs(None)
         self.step_number = 0
         self.caller = ""
         self.current: BlockTask | None = None
@@ -117,9 +121,13 @@ class BlockRuntime:
         self._live = []
         self._sampling = False
         self.active = False
-        if rows is None or not self._tasks:
+        self.graphs.end()
+        if rows is None:
             return
         self._n_rows = rows.n_rows if n_padded_rows is None else n_padded_rows
+        self.graphs.begin(self._n_rows)
+        if not self._tasks:
+            return
         self._n_requests = len(rows.request_ids)
         starts = rows.starts.tolist()
         due: list[tuple[BlockTask, BaseException | None]] = []
@@ -148,6 +156,7 @@ class BlockRuntime:
     def end_forward(self) -> None:
         """After the model's forward, before logits: from here on there is one row per request."""
         self._sampling = True
+        self.graphs.end()
 
     def serve_logits(self, logits: Tensor) -> None:
         """Offer `[requests, vocab]`; edits are written into it."""
@@ -284,15 +293,20 @@ class BlockRuntime:
     def source_of(self, sites: ModuleSites) -> Any:
         from actors.worker.blocks.operations import source_of
 
-        return source_of(self, sites, tp_size=self._tp_size)
+        is_new = sites.source is None
+        source = source_of(self, sites, tp_size=self._tp_size)
+        if is_new:
+            self.graphs.changed(sites.path)
+        return source
 
     def call_module(self, sites: ModuleSites, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module on a block's own tensors; nobody else's block sees that."""
         before, self.active = self.active, False
+        n_rows, self.graphs.n_rows = self.graphs.n_rows, 0
         try:
             return sites.module(*[_unref(arg) for arg in args], **{name: _unref(arg) for name, arg in kwargs.items()})
         finally:
-            self.active = before
+            self.active, self.graphs.n_rows = before, n_rows
 
     def call_function(self, function: Callable[..., Any]) -> Any:
         arguments = (self._model_ref, self._tracer_ref)
@@ -370,6 +384,7 @@ class BlockRuntime:
                     changed.append(visit)
         if not changed:
             return value
+        self.graphs.forget_copies()
         current = passage.apply(changed)
         if layout is not None:
             return layout.scatter(current, value, in_place=not any(visit.replaces for visit in changed))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
+    from actors.worker.blocks.layer_graphs import LayerGraph
     from actors.worker.blocks.recording import Recorder
     from actors.worker.blocks.runtime import BlockRuntime
     from actors.worker.blocks.task import BlockTask
@@ -42,7 +43,7 @@ class Site:
 class ModuleSites:
     """Both sides of one module at one path, and its original forward."""
 
-    __slots__ = ("forward", "input", "module", "output", "path", "source")
+    __slots__ = ("forward", "graph", "input", "module", "output", "path", "source")
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
@@ -51,6 +52,8 @@ class ModuleSites:
         self.output = Site(f"{path}.output" if path else "output")
         self.forward: Callable[..., Any] = module.forward
         self.source: Any = None
+        self.graph: LayerGraph | None = None
+        """What runs in the forward's place where the module is a layer."""
 
 
 def install_sites(model: nn.Module, runtime: BlockRuntime) -> dict[str, ModuleSites]:
@@ -78,6 +81,10 @@ def install_sites(model: nn.Module, runtime: BlockRuntime) -> dict[str, ModuleSi
             _wrap(sites, runtime)
     for path in callers - shared_paths:
         _note_caller(by_path[path], runtime)
+    for path, sites in by_path.items():
+        if path and _layer_of(path) == path == sites.path:
+            inner = [each for name, each in by_path.items() if name.startswith(f"{path}.")]
+            sites.graph = runtime.graphs.add_layer(sites, inner)
     return by_path
 
 
@@ -94,14 +101,15 @@ def _wrap(sites: ModuleSites, runtime: BlockRuntime) -> None:
     site_in, site_out = sites.input, sites.output
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        graph = sites.graph
         if not runtime.active:
-            return sites.forward(*args, **kwargs)
+            return sites.forward(*args, **kwargs) if graph is None else graph(runtime, args, kwargs)
         site_in.seen_step = runtime.step_number
         if site_in.waiting:
             args, kwargs = runtime.serve(site_in, (args, kwargs))
         if site_in.recorders:
             runtime.record(site_in, (args, kwargs))
-        out = sites.forward(*args, **kwargs)
+        out = sites.forward(*args, **kwargs) if graph is None else graph(runtime, args, kwargs)
         site_out.seen_step = runtime.step_number
         if site_out.waiting:
             out = runtime.serve(site_out, out)

@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.gpu --systems plain one four all stop --out r.jsonl
     python -m tests.benchmarks.gpu --systems hf extract nnsight one stop --out r.jsonl
+    python -m tests.benchmarks.gpu --systems plain plain-mp one hook blocks --only decode --repeats 9
     python -m tests.benchmarks.gpu --small                      a dry run on a CPU
     python -m tests.benchmarks.gpu.table r.jsonl                a Markdown table of medians and ratios
 
@@ -38,7 +39,10 @@ SCHEDULE = {
     "hf": ["prefill"],
     "extract": ["prefill"],
     "nnsight": ["prefill"],
+    "plain-mp": ["prefill", "decode"],
+    "hook": ["decode"],
     "blocks": ["decode"],
+    "blocks-eager": ["decode"],
 }
 
 
@@ -117,10 +121,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", default=["plain", "one", "four", "all", "stop"])
     parser.add_argument("--skip", nargs="*", default=[], help="system:workload pairs to leave out")
+    parser.add_argument("--only", nargs="*", default=[], help="workloads; none: all of a system")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=560)
     parser.add_argument("--disk-files", type=int, default=32, help="256 MiB each, for the disk's raw rate; 0: skip")
-    parser.add_argument("--profile", default="", help="system:workload to run once more under torch's profiler")
+    parser.add_argument("--profile", nargs="*", default=[], help="system:workload, to run once more under a profiler")
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"))
     add_options(parser)
     options = parser.parse_args()
@@ -134,10 +139,13 @@ def main() -> None:
         if "error" in started:
             del children[name]
     rounds = [
-        (name, workload) for name in children for workload in SCHEDULE[name] if f"{name}:{workload}" not in options.skip
+        (name, workload)
+        for name in children
+        for workload in SCHEDULE[name]
+        if f"{name}:{workload}" not in options.skip and workload in (options.only or [workload])
     ]
     for repeat in range(options.repeats + 1):
-        if repeat and options.disk_files:
+        if repeat and options.disk_files and any(workload.endswith("-disk") for _, workload in rounds):
             settle()
             _note(options.out, system="disk", workload="raw", repeat=repeat, **_disk(options))
         for name, workload in rounds if repeat % 2 else rounds[::-1]:
@@ -149,9 +157,9 @@ def main() -> None:
             _note(options.out, system=name, workload=workload, repeat=repeat, **result)
             if "error" in result:
                 del children[name]
-    if options.profile and time.monotonic() < deadline - 60:
-        name, workload = options.profile.split(":")
-        if name in children:
+    for profiled in options.profile:
+        name, workload = profiled.split(":")
+        if name in children and time.monotonic() < deadline - 25:
             result = children[name].ask(workload=workload, seed=99, warm_up=True, profile=True)
             _note(options.out, system=name, workload=workload, kind="profile", **result)
     _end(children)

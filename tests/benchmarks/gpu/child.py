@@ -31,7 +31,14 @@ OURS = {
     "all": ("residual.*", False),
     "stop": ("residual.17", True),
 }
-PEERS = {"hf": "HuggingFace", "extract": "Extraction", "nnsight": "NNsight", "blocks": "Blocks"}
+PEERS = {
+    "hf": "HuggingFace",
+    "extract": "Extraction",
+    "nnsight": "NNsight",
+    "hook": "Hook",
+    "blocks": "Blocks",
+    "blocks-eager": "Blocks",
+}
 
 
 def say(**fields: Any) -> None:
@@ -43,9 +50,12 @@ def build(options: argparse.Namespace) -> Any:
     """Start the system that `options.system` names."""
     from tests.benchmarks.gpu import peers, systems
 
-    if options.system == "plain":
+    if options.system in ("plain", "plain-mp"):
+        # The engine in this process, or in one of its own as vLLM has it by default.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(options.system == "plain-mp"))
         return systems.Plain(options)
     if options.system in PEERS:
+        options.eager = options.eager or options.system == "blocks-eager"
         return getattr(peers, PEERS[options.system])(options)
     options.locations, options.stop = OURS[options.system]
     if options.small:

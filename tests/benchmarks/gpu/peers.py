@@ -1,4 +1,6 @@
-"""What users do today: transformers with a hook, vLLM's own extraction, nnsight; and our blocks."""
+"""What users do today: transformers with a hook, an eager vLLM with a hook, vLLM's own extraction, nnsight; and our
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -162,6 +164,44 @@ class NNsight:
         return {"seconds": seconds}
 
 
+class Hook:
+    """An eager vLLM with a hook that copies one layer's rows of each step to the host and waits for them."""
+
+    def __init__(self, options: Namespace) -> None:
+        from vllm import LLM
+
+        folder, self.config = make_model_folder(options.small)
+        arguments = vllm_arguments(options)
+        arguments.pop("compilation_config", None)
+        self.llm = LLM(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_model_len=max_model_len(options),
+            disable_log_stats=True,
+            dtype=self.config["torch_dtype"],
+            **{**arguments, "enforce_eager": True},
+        )
+        self.kept: list[Any] = []
+        model = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+        model.model.layers[1 if options.small else 18].register_forward_hook(
+            lambda module, arguments, output: self.kept.append((output[0] + output[1]).cpu())
+        )
+
+    def run(self, workload: Workload, seed: int) -> dict[str, Any]:
+        """All prompts in one call; the rows are there when it returns, not yet told apart by request."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=workload.max_tokens, detokenize=False, **SAMPLING)
+        prompts: Any = [{"prompt_token_ids": ids} for ids in make_prompts(workload, self.config["vocab_size"], seed)]
+        self.kept.clear()
+        begun = time.monotonic()
+        self.llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.monotonic() - begun
+        assert sum(len(rows) for rows in self.kept) >= workload.n_tokens
+        return {"seconds": seconds}
+
+
 class Blocks:
     """Our blocks: every request keeps one layer's rows of each step, on the host."""
 
@@ -178,6 +218,7 @@ class Blocks:
             max_model_len=max_model_len(options),
             dtype=self.config["torch_dtype"],
             **arguments,
+            **({"enforce_eager": True} if options.eager else {}),
         )
         self.layer = 1 if options.small else 18
 
@@ -192,10 +233,21 @@ class Blocks:
 
         def keep_rows(model: Any, tracer: Any) -> list[Any]:
             module = model.model.layers[layer]
-            return [sum(module.output) for _ in tracer.all()]
+            return [hidden + residual for hidden, residual in (module.output for _ in tracer.all())]
 
         begun = time.monotonic()
         results = self.model.run(keep_rows, prompts, **sampling)
         seconds = time.monotonic() - begun
         assert len(results) == len(prompts)
-        return {"seconds": seconds, "same_engine_without_block_s": plain_s}
+        assert [len(rows) for rows in results[0].value] == [workload.length, *[1] * (workload.max_tokens - 1)]
+        graphs = self._graphs()
+        return {
+            "seconds": seconds,
+            "same_engine_without_block_s": plain_s,
+            "layers_launched": graphs.n_replays,
+            "layers_refused": len(graphs.refusals),
+        }
+
+    def _graphs(self) -> Any:
+        executor = self.model.engine._engine.model_executor
+        return executor.driver_worker.worker.model_runner.blocks.graphs
