@@ -1,9 +1,8 @@
 """ScriptedLlm: an engine without a model, for tests of scheduling, commit and resume, and for dry runs.
 
 It stands where `actors.worker.llm.Llm` stands, so the feeder, the row book, the sink, the staged files and everything
-behind
-them are the real ones. Rows are a fixed function of (invoke, position, location), so that any two runs of a plan must
-store the same bytes; a reduced row is that of its label's position. Failures follow a script.
+behind them are the real ones. Rows are a fixed function of (invoke, position, location), so that any two runs of a plan
+must store the same bytes; a reduced row is that of its label's position. Failures follow a script.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.host_rows import ArrayRows
-from actors.logprobs import LOGPROBS, write_logprobs
+from actors.logprobs import LOGPROBS
 from actors.profile import WorkerTimes
-from actors.protocol import EngineSpec, InvokeOutcome
+from actors.protocol import EngineSpec
+from actors.sealing import seal_unit
 from actors.sink import Sink, StepBatch
 from actors.worker.llm import Finished, Request
 from actors.worker.rows import Registration, RowBook
@@ -71,7 +70,7 @@ class ScriptedLlm:
         self._n_rows = self._n_steps = self._n_tokens = 0
         self._sink = Sink(
             open_writer=lambda unit, attempt: UnitWriter(Path(spec.run_path), spec.layout, unit=unit, attempt=attempt),
-            seal_writer=_seal,
+            seal_writer=seal_unit,
             arrays=[array for array in spec.layout.arrays if array != LOGPROBS],
             threads=spec.writer_threads,
             join_bytes=spec.ring_bytes // 8,
@@ -84,24 +83,10 @@ class ScriptedLlm:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        wanted = request.harvest
-        self._book.register(
-            request.request_id,
-            Registration(
-                unit=wanted["unit"],
-                attempt=wanted["attempt"],
-                invoke=wanted["invoke"],
-                unit_row=wanted["unit_row"],
-                positions=self._spec.selection.positions(
-                    n_prompt_tokens=wanted["n_prompt"],
-                    max_tokens=request.max_tokens,
-                    invoke=wanted["invoke"],
-                    token_ids=request.token_ids,
-                    spans=wanted.get("spans"),
-                ),
-                reduced=self._spec.selection.reduce is not None,
-            ),
+        registration = Registration.of(
+            request.harvest, self._spec.selection, max_tokens=request.max_tokens, token_ids=request.token_ids
         )
+        self._book.register(request.request_id, registration)
         self._queue.append(request)
         self._done[request.request_id] = 0
 
@@ -198,15 +183,6 @@ class ScriptedLlm:
     def close(self) -> None:
         """Stop the sink's threads."""
         self._sink.close()
-
-
-def _seal(writer: Any, outcomes: Sequence[InvokeOutcome]) -> Any:
-    if writer.layout.logprobs:
-        write_logprobs(writer, outcomes)
-    return writer.seal(
-        expected_rows=sum(outcome.n_rows for outcome in outcomes),
-        invokes=[(outcome.invoke, outcome.n_rows, outcome.status) for outcome in outcomes],
-    )
 
 
 def scripted_rows(

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from actors.host_rows import ArrayRows
-from actors.logprobs import LOGPROBS, write_logprobs
+from actors.logprobs import LOGPROBS
 from actors.profile import WorkerTimes
 from actors.protocol import EngineSpec, InvokeOutcome, UnitFailure
+from actors.sealing import seal_unit
+from actors.selection import Selection
 from actors.sink import NullWriter, Sealed, Sink, StepBatch
 from actors.worker import self_test
 from actors.worker.depth import Depth, shorten
@@ -143,19 +145,15 @@ class Harvester:
     def _seal_writer(self, writer: Any, outcomes: Sequence[InvokeOutcome]) -> Any:
         if isinstance(writer, NullWriter):
             return None
-        if self._rank == 0 and self._spec.layout.logprobs:
-            write_logprobs(writer, outcomes)
-        return writer.seal(
-            expected_rows=sum(outcome.n_rows for outcome in outcomes),
-            invokes=[(o.invoke, o.n_rows, o.status) for o in outcomes] if self._rank == 0 else (),
-        )
+        return seal_unit(writer, outcomes, has_labels=self._rank == 0)
 
     # -- self-test -----------------------------------------------------------------------------------------------
 
-    def _self_test_positions(self) -> list[int]:
-        n_tokens = len(self_test.PROMPTS[0])
+    @property
+    def _self_test_selection(self) -> Selection:
+        """Not the run's own, nor reduced: the self-test looks at the taps themselves."""
         # Logits exist for the last token of a prompt only.
-        return [n_tokens - 1] if any(x.alias == "logits" for x in self._locations) else list(range(n_tokens))
+        return Selection(select="last" if any(x.alias == "logits" for x in self._locations) else "all")
 
     def _add_to_self_test(self, take: StepTake, taken: list[tuple[Location, Tensor]], ids: Tensor) -> None:
         host_ids = ids.cpu().numpy()[take.source_rows]
@@ -174,7 +172,8 @@ class Harvester:
         failures = [failure.message for failure in self._failures]
         self._failures.clear()
         owned = [location.name for location in self._locations if location.name in self._array_of]
-        return failures or self._self_test.problems(wanted=self._self_test_positions(), names=owned)
+        wanted = self._self_test_selection.positions(n_prompt_tokens=len(self_test.PROMPTS[0]), max_tokens=1, invoke=0)
+        return failures or self._self_test.problems(wanted=wanted.tolist(), names=owned)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -182,31 +181,14 @@ class Harvester:
         """Learn of the new requests of a step and forget those that ended."""
         for new in scheduler_output.scheduled_new_reqs:
             parameters = new.sampling_params
-            wanted = ((parameters and parameters.extra_args) or {}).get("harvest")
-            if wanted is None or new.req_id in self._book:
+            harvest = ((parameters and parameters.extra_args) or {}).get("harvest")
+            if harvest is None or new.req_id in self._book:
                 continue
-            if wanted["unit"] == SELF_TEST_UNIT:
-                positions = np.array(self._self_test_positions(), np.int64)
-            else:
-                positions = self._spec.selection.positions(
-                    n_prompt_tokens=wanted["n_prompt"],
-                    max_tokens=parameters.max_tokens,
-                    invoke=wanted["invoke"],
-                    token_ids=new.prompt_token_ids,
-                    spans=wanted.get("spans"),
-                )
-            self._book.register(
-                new.req_id,
-                Registration(
-                    unit=wanted["unit"],
-                    attempt=wanted["attempt"],
-                    invoke=wanted["invoke"],
-                    unit_row=wanted["unit_row"],
-                    positions=positions,
-                    # The self-test looks at the taps themselves.
-                    reduced=bool(self._spec.selection.reduce) and wanted["unit"] != SELF_TEST_UNIT,
-                ),
+            selection = self._self_test_selection if harvest["unit"] == SELF_TEST_UNIT else self._spec.selection
+            registration = Registration.of(
+                harvest, selection, max_tokens=parameters.max_tokens, token_ids=new.prompt_token_ids
             )
+            self._book.register(new.req_id, registration)
         self._book.forget(scheduler_output.finished_req_ids)
 
     def begin_step(self, step: StepRows, input_ids: Tensor) -> None:

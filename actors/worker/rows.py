@@ -12,12 +12,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.selection import Selection
 from actors.worker.reduced_requests import ReducedRequests, StepReduction
 from actors.worker.segments import Segments, runs
 from actors.worker.step import StepRows, StepRowsError
@@ -36,6 +38,33 @@ class Registration:
     """[n_rows] ascending positions that get a row; the i-th goes to `unit_row + i`."""
     reduced: bool = False
     """The positions become one row together, at `unit_row`."""
+
+    @classmethod
+    def of(
+        cls, harvest: Mapping[str, Any], selection: Selection, *, max_tokens: int, token_ids: Sequence[int] | None
+    ) -> Registration:
+        """A request with the rows that a selection gives it.
+
+        Args:
+            harvest: what came with the request; see `actors.worker.llm.Request`.
+            selection: which positions get a row.
+            max_tokens: tokens that the request may generate.
+            token_ids: of its prompt.
+        """
+        return cls(
+            unit=harvest["unit"],
+            attempt=harvest["attempt"],
+            invoke=harvest["invoke"],
+            unit_row=harvest["unit_row"],
+            positions=selection.positions(
+                n_prompt_tokens=harvest["n_prompt"],
+                max_tokens=max_tokens,
+                invoke=harvest["invoke"],
+                token_ids=token_ids,
+                spans=harvest.get("spans"),
+            ),
+            reduced=selection.reduce is not None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,9 @@
 """Self-test of an engine at its start: does this vLLM, with these taps, hand out each request's own rows?
 
 Two short prompts of equal length and different tokens go through the engine one after the other. For each, the tokens
-that
-the pass was fed must be the prompt's, each position must come once, and each location must give rows that are finite,
-not all
-zero, and not those of the other prompt (a tap that a compiled or captured pass has lost leaves its old buffer behind).
+that the pass was fed must be the prompt's, each position must come once, and each location must give rows that are
+finite, not all zero, and not those of the other prompt (a tap that a compiled or captured pass has lost leaves its old
+buffer behind).
 """
 
 from __future__ import annotations
