@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from actors.lora import AdapterError, read_adapter
+from actors.lora import Adapter, AdapterError, read_adapter
 from actors.protocol import EngineSpec
 from actors.step_size import step_arguments
 from actors.worker import self_test
@@ -94,13 +94,12 @@ class Finished:
     """Log-probability of each generated token, where sampling asks for them."""
 
 
-def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
-    """The arguments of `vllm.EngineArgs` for a spec."""
+def engine_arguments(spec: EngineSpec, *, on_cpu: bool, adapter: Adapter | None = None) -> dict[str, Any]:
+    """The arguments of `vllm.EngineArgs` for a spec, whose adapter has been read."""
     check_engine_arguments(spec.vllm)
     whole_prompts = _whole_prompts(spec) if on_cpu else {}
-    adapter = {} if spec.lora is None else read_adapter(spec.lora).engine_arguments()
     defaults: dict[str, Any] = {
-        **adapter,
+        **({} if adapter is None else adapter.engine_arguments()),
         "enable_prefix_caching": False,
         "disable_log_stats": True,
         # Token ids go in and rows come out; text is needed to find the end of a generated answer only.
@@ -153,19 +152,19 @@ def _whole_prompts(spec: EngineSpec) -> dict[str, Any]:
     return {"enable_chunked_prefill": False}
 
 
-def _lora_request(spec: EngineSpec) -> Any:
+def _lora_request(adapter: Adapter | None) -> Any:
     """What each request carries, so that vLLM applies the run's adapter to it; None without one."""
-    if spec.lora is None:
+    if adapter is None:
         return None
     from vllm.lora.peft_helper import PEFTHelper
     from vllm.lora.request import LoRARequest
 
     from actors.worker.lora import ADAPTER_ID
 
-    adapter = read_adapter(spec.lora)
     patterns = [name for name in ("rank_pattern", "alpha_pattern") if adapter.config.get(name)]
     if patterns and not hasattr(PEFTHelper, "get_rank_and_scaling"):
-        raise AdapterError(f"{spec.lora}: this version of vLLM passes over {' and '.join(patterns)}; use a newer one")
+        ignored = " and ".join(patterns)
+        raise AdapterError(f"{adapter.name}: this version of vLLM passes over {ignored}; use a newer one")
     return LoRARequest("harvest", ADAPTER_ID, str(adapter.folder))
 
 
@@ -181,8 +180,9 @@ class Llm:
 
         self._spec = spec
         self._parameters: dict[int, Any] = {}
-        self._lora = _lora_request(spec)
-        arguments = engine_arguments(spec, on_cpu=current_platform.is_cpu())
+        adapter = None if spec.lora is None else read_adapter(spec.lora)
+        self._lora = _lora_request(adapter)
+        arguments = engine_arguments(spec, on_cpu=current_platform.is_cpu(), adapter=adapter)
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         scheduler = self._engine.vllm_config.scheduler_config
         self.max_requests: int = scheduler.max_num_seqs
