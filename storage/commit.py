@@ -121,7 +121,10 @@ class Committer:
         self.run.layout.shards_of(unit)
         count = self._attempts.get(unit, 0) + 1
         if count >= ATTEMPTS:
-            raise StorageError(f"Unit {unit} was attempted {count} times; something is wrong.")
+            raise StorageError(
+                f"Unit {unit} was attempted {count} times by this driver. See why its attempts fail; the same command "
+                "then resumes the run."
+            )
         self._attempts[unit] = count
         return self.incarnation * ATTEMPTS + count
 

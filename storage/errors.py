@@ -81,7 +81,19 @@ def write_error(error: OSError, path: str | PathLike[str], doing: str) -> WriteE
         return WriteError(
             f"Too many open files while {doing} {path}. Raise the limit (`ulimit -n`) or use fewer shards a unit."
         )
-    return WriteError(f"Failed while {doing} {path}: {reason}. Nothing committed is affected.")
+    return WriteError(
+        f"Failed while {doing} {path}: {reason}. Nothing committed is affected; give the same command again once the "
+        "cause is gone."
+    )
+
+
+@contextmanager
+def reading(path: str | PathLike[str]) -> Iterator[None]:
+    """Turn an `OSError` of the body into a `DamagedError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror or error}. Run `harvest verify`.") from error
 
 
 @contextmanager

@@ -78,6 +78,10 @@ def read_ledger(path: Path) -> LedgerState:
         raise LedgerError(
             f"{path} is missing: nothing says which units are committed. Restore it from a copy."
         ) from None
+    except OSError as error:
+        raise LedgerError(
+            f"{path} cannot be read: {error.strerror or error}. Nothing else says which units are committed."
+        ) from error
     units: dict[int, CommittedUnit] = {}
     incarnation = seq = group = valid = position = number = 0
     complete: dict[str, Any] | None = None
@@ -130,7 +134,9 @@ class AppendFile:
             size = os.fstat(self._fd).st_size
             if size < keep_bytes:
                 os.close(self._fd)
-                raise LedgerError(f"{path} is shorter than the ledger says ({size} of {keep_bytes} bytes).")
+                raise LedgerError(
+                    f"{path} is shorter than the ledger says ({size} of {keep_bytes} bytes). Restore it from a copy."
+                )
             if size > keep_bytes:
                 os.ftruncate(self._fd, keep_bytes)
                 os.fsync(self._fd)

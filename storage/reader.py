@@ -19,7 +19,7 @@ import numpy as np
 from numcodecs.zstd import Zstd
 
 from storage.checksum import crc32c
-from storage.errors import DamagedError, NotCommittedError, StorageError
+from storage.errors import DamagedError, NotCommittedError, StorageError, reading
 from storage.files import pread_into
 from storage.format import ArraySpec, LocationSpec, StoreLayout
 from storage.ledger import LedgerState, read_ledger
@@ -211,13 +211,14 @@ class _Shard:
         self._row_bytes = spec.row_bytes
         self._codec = Zstd(level=1) if spec.compression == "zstd" else None
         n_chunks = spec.shards[0] // spec.chunks[0]
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise DamagedError(f"{path} is missing though its unit is committed. Run `harvest verify`.") from None
         raw = np.empty(16 * n_chunks + 4, np.uint8)
-        size = os.fstat(self._fd).st_size
-        read = pread_into(self._fd, raw, size - len(raw)) if size >= len(raw) else 0
+        with reading(path):
+            try:
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise DamagedError(f"{path} is missing though its unit is committed. Run `harvest verify`.") from None
+            size = os.fstat(self._fd).st_size
+            read = pread_into(self._fd, raw, size - len(raw)) if size >= len(raw) else 0
         if read < len(raw) or crc32c(raw[:-4]) != int.from_bytes(raw[-4:].tobytes(), "little"):
             raise DamagedError(f"{path} is truncated or its index is damaged. Run `harvest verify`.")
         self._index = raw[:-4].view("<u8").reshape(n_chunks, 2)
@@ -228,6 +229,10 @@ class _Shard:
 
     def read(self, row: int, out: np.ndarray[Any, Any]) -> None:
         """Fill `out` (uint8 [n, row_bytes]) with rows of the shard from `row` on."""
+        with reading(self.path):
+            self._read(row, out)
+
+    def _read(self, row: int, out: np.ndarray[Any, Any]) -> None:
         done = 0
         while done < len(out):
             chunk, first = divmod(row + done, self._chunk_rows)

@@ -24,8 +24,12 @@ def read_content(run: RunFolder, unit: CommittedUnit) -> dict[str, Any]:
             file.seek(unit.receipt_offset)
             line = file.read(unit.receipt_bytes)
     except FileNotFoundError:
-        raise DamagedError(f"{run.receipts} is missing; the digests of committed units are lost.") from None
+        raise DamagedError(
+            f"{run.receipts} is missing; the digests of committed units are lost. Restore it from a copy."
+        ) from None
+    except OSError as error:
+        raise DamagedError(f"{run.receipts} cannot be read: {error.strerror or error}.") from error
     if digest(line) != unit.receipt_digest:
-        raise DamagedError(f"The receipt of unit {unit.unit} in {run.receipts} is damaged.")
+        raise DamagedError(f"The receipt of unit {unit.unit} in {run.receipts} is damaged. Restore it from a copy.")
     content: dict[str, Any] = json.loads(line)
     return content

@@ -30,7 +30,9 @@ from storage.shard_check import shard_problems
 from storage.stats import LocationStatistics, RowStatistics
 
 Severity = Literal["damage", "warning", "note"]
-_BESIDE = frozenset({"run.json", "ledger.jsonl", "receipts.jsonl", "events.jsonl", ".lock", "report.html"})
+_BESIDE = frozenset(
+    {"run.json", "ledger.jsonl", "receipts.jsonl", "events.jsonl", "profile.json", "report.html", ".lock"}
+)
 _BESIDE_FOLDERS = frozenset({".staging", "logs", "exports"})
 
 

@@ -160,13 +160,16 @@ def test_forked_readers(folder: Path) -> None:
         child.join()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "index", "gone", "chunk"])
+@pytest.mark.parametrize("damage", ["truncated", "index", "gone", "folder", "chunk"])
 def test_damage_is_an_error_not_wrong_rows(folder: Path, damage: str) -> None:
     run = finished(folder, compression="zstd")
     path = run.data / "acts" / "residual.1" / "c.0.0"
     content = bytearray(path.read_bytes())
     if damage == "gone":
         path.unlink()
+    elif damage == "folder":
+        path.unlink()
+        path.mkdir()
     elif damage == "truncated":
         path.write_bytes(content[:-10])
     else:

@@ -124,6 +124,24 @@ def test_a_file_beside_the_store_is_a_note(run: RunFolder) -> None:
     assert [finding.path for finding in report.findings] == ["notes.txt"]
 
 
+def test_the_file_of_a_profiled_call_is_known(run: RunFolder) -> None:
+    (run.path / "profile.json").write_text("{}")
+    assert not verify(run.path).findings
+
+
+def test_a_file_that_cannot_be_read_is_a_finding(run: RunFolder) -> None:
+    for name in everything(run):
+        path = run.path / name
+        kept = path.read_bytes()
+        path.unlink()
+        path.mkdir()  # what the operating system refuses to read, also to root
+        report = verify(run.path) if name != "run.json" else None
+        assert report is None or name in named(report) or (name.startswith("plan/") and "plan" in named(report)), name
+        path.rmdir()
+        path.write_bytes(kept)
+    assert verify(run.path).ok
+
+
 def test_an_unfinished_run_is_sound_so_far(folder: Path) -> None:
     run = SCRIPT.create(folder / "run")
     with Committer.open(run) as committer:
