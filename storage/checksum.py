@@ -22,6 +22,11 @@ def crc32c(data: Any) -> int:
     return int(google_crc32c.value(data))
 
 
+def mask_crc32c(mask: np.ndarray[Any, Any]) -> int:
+    """crc32c of a row mask (bool [rows]) as bits, first row in the highest bit of the first byte."""
+    return crc32c(np.packbits(mask))
+
+
 class RowChecksum:
     """Remainders of row blocks inside chunks of `chunk_rows` rows of `row_bytes` bytes. Shareable by threads."""
 

@@ -173,14 +173,6 @@ class PlanReader:
                 raise RunFolderError(f"Unit {unit} is not in the plan in {self.folder}.")
             return file.read_row_group(group, columns=columns, use_threads=False)
 
-    def summaries(self) -> Iterator[pa.Table]:
-        """The whole plan without token ids, one table a unit, in order."""
-        for number in range(self._n_files()):
-            with self._reading(f"file {number}"):
-                n_groups = self._file(number).num_row_groups
-            for group in range(n_groups):
-                yield self.read_unit(number * UNITS_PER_FILE + group, columns=SUMMARY_COLUMNS)
-
     def summary(self) -> pa.Table:
         """The whole plan without token ids as one table, in unit then row order."""
         tables = []
@@ -217,9 +209,4 @@ class PlanReader:
             # Not mapped into memory: a file cut short under a mapping would kill the process.
             return pq.ParquetFile(self.folder / name)
         except FileNotFoundError:
-            raise DamagedError(f"The plan file {self.folder / name} is missing.") from None
-
-
-def read_unit(folder: Path, unit: int) -> pa.Table:
-    """The invokes of one unit of the plan in `folder`; `PlanReader` is faster for many."""
-    return PlanReader(folder).read_unit(unit)
+            raise DamagedError(f"The plan file {self.folder / name} is missing. Restore it from a copy.") from None

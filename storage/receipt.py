@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.checksum import crc32c
+from storage.checksum import crc32c, mask_crc32c
 from storage.errors import ReceiptError
 from storage.format import STATUSES
 from storage.stats import LocationStatistics
@@ -194,4 +194,4 @@ def expected_mask_crcs(
     mask = np.zeros(n_shards * rows_per_shard, np.bool_)
     for start, count in zip(starts, counts, strict=True):
         mask[start : start + count] = True
-    return [crc32c(np.packbits(part)) for part in mask.reshape(n_shards, rows_per_shard)]
+    return [mask_crc32c(part) for part in mask.reshape(n_shards, rows_per_shard)]

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.checksum import crc32c, row_checksum
+from storage.checksum import crc32c, mask_crc32c, row_checksum
 from storage.chunk_buffers import ChunkBuffers
 from storage.errors import RowError, StorageError, write_error, writing
 from storage.files import pread_into, pwrite_all
@@ -47,11 +47,6 @@ class ShardReceipt:
     chunk_crcs: tuple[int | None, ...]
     index_crc: int
     mask_crc: int
-
-
-def mask_crc32c(mask: np.ndarray[Any, Any]) -> int:
-    """crc32c of a row mask (bool [rows]) as bits."""
-    return crc32c(np.packbits(mask))
 
 
 class ShardWriter:

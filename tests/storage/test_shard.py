@@ -17,10 +17,10 @@ import zarr
 from hypothesis import strategies as st
 
 import storage.chunk_buffers
-from storage.checksum import crc32c, row_checksum
+from storage.checksum import crc32c, mask_crc32c, row_checksum
 from storage.errors import RowError, StorageError
 from storage.format import LocationSpec, StoreLayout
-from storage.shard import MISSING, ShardWriter, mask_crc32c
+from storage.shard import MISSING, ShardWriter
 
 ROWS, CHUNK_ROWS = 256, 32
 
