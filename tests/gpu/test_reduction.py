@@ -62,7 +62,7 @@ def reduce_all(values: list[torch.Tensor], reduce: str, chunk: int, device: str)
             ended = reductions.end_step("here", reducer.reduce(rows), reducer)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        stored.update({segment.unit_row: row for segment, row in zip(take.segments, ended.cpu(), strict=True)})
+        stored.update(zip(take.segments.unit_rows.tolist(), ended.cpu(), strict=True))
     return stored
 
 
