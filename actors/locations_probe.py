@@ -1,4 +1,4 @@
-"""Locations of a model for a process that must not import vLLM: the question goes to a subprocess, nothing is cached.
+"""Locations of a model for a process that must not import vLLM: the question goes to a subprocess, each time anew.
 
 The subprocess builds vLLM's module tree without weights and without a GPU, so a plan can be made anywhere that vLLM is
 installed, before an engine starts.

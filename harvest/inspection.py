@@ -70,15 +70,16 @@ def print_invoke(console: Console, path: Path | str, invoke: int) -> None:
 
 def print_locations(console: Console, model: str) -> None:
     """Every location of a model; see `actors.locations_probe`."""
-    from actors.locations_probe import ProbeError, describe_model
+    from actors.locations_probe import ProbeError
     from harvest.errors import ModelError
+    from harvest.locations_cache import find_modules
     from harvest.models import resolve_model
 
     # A folder with no more than a config has locations too, though it is no model that could be run.
     folder = Path(model).expanduser()
     named = str(folder) if (folder / "config.json").is_file() else resolve_model(model)
     try:
-        rows: list[dict[str, Any]] = describe_model(named)
+        rows: list[dict[str, Any]] = find_modules(named)
     except ProbeError as error:
         raise ModelError(str(error)) from error
     table = Table("module", "class", "locations", "aliases")

@@ -76,15 +76,20 @@ class ModelEntry:
     path: Path | None
 
 
-def cache_root() -> Path:
-    """Where models lie: `$HARVEST_CACHE`, else `$XDG_CACHE_HOME/harvest`, else `~/.cache/harvest`; `models` below."""
+def cache_folder() -> Path:
+    """All that may be made again: `$HARVEST_CACHE`, else `$XDG_CACHE_HOME/harvest`, else `~/.cache/harvest`."""
     if own := os.environ.get("HARVEST_CACHE"):
-        root = Path(own)
+        folder = Path(own)
     elif xdg := os.environ.get("XDG_CACHE_HOME"):
-        root = Path(xdg) / "harvest"
+        folder = Path(xdg) / "harvest"
     else:
-        root = Path.home() / ".cache" / "harvest"
-    return root.expanduser().absolute() / "models"
+        folder = Path.home() / ".cache" / "harvest"
+    return folder.expanduser().absolute()
+
+
+def cache_root() -> Path:
+    """Where models lie: `models` of the cache folder."""
+    return cache_folder() / "models"
 
 
 def list_models(cache_dir: Path | None = None) -> list[ModelEntry]:

@@ -18,12 +18,13 @@ import pyarrow as pa
 import tomli_w
 
 from actors.location_errors import LocationError
-from actors.locations_probe import ProbeError, probe_locations
+from actors.locations_probe import ProbeError
 from actors.lora import Adapter, AdapterError, read_adapter
 from actors.worker.llm import EngineArgumentError, check_engine_arguments
 from harvest.config import RunConfig
 from harvest.dataset import Dataset, Problem, open_dataset
 from harvest.errors import ConfigError, PlanError
+from harvest.locations_cache import find_locations
 from harvest.model_config import GenerationDefaults, read_generation_defaults, read_model_facts
 from harvest.models import resolve_model
 from harvest.plan import Packing, choose_shape, pack
@@ -61,7 +62,7 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
     check_place(config.store.path)
     say("resolving locations")
     try:
-        probed = probe_locations(model, list(config.capture.locations), engine_arguments(config))
+        probed = find_locations(model, list(config.capture.locations), engine_arguments(config))
     except LocationError as error:
         raise ConfigError(f"capture.locations: {error}") from error
     except ProbeError as error:

@@ -23,6 +23,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.fixture(autouse=True)
+def _without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARVEST_LOCATIONS_CACHE", "0")
+
+
 def test_the_module_imports_neither_vllm_nor_torch() -> None:
     code = "import sys, actors.locations_probe; sys.exit(any(m in sys.modules for m in ('vllm', 'torch', 'ray')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
