@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -14,35 +12,9 @@ from harvest.errors import ConfigError, PlanError
 from harvest.runs import open_or_plan
 from storage.reader import StoreReader
 from tests.adapters import make_tiny_adapter
+from tests.whole_runs import harvest, write_config
 
 pytestmark = pytest.mark.ray
-
-CONFIG = """
-[model]
-name = "{model}"
-lora = "{adapter}"
-[dataset]
-path = "{data}"
-limit = 24
-[tokenization]
-processes = 1
-[capture]
-locations = ["residual.1", "residual.3", "mlp_out.2"]
-rows = {{ source = "both" }}
-generation = {{ max_tokens = 6 }}
-[store]
-path = "{store}"
-dtype = "float32"
-[engine.vllm]
-max_num_seqs = 8
-"""
-
-
-def harvest(*arguments):
-    command = [sys.executable, "-m", "harvest.cli", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return " ".join(done.stdout.split())
 
 
 def test_a_whole_run_with_an_adapter(tiny_qwen3, demo_text, tmp_path):
@@ -50,9 +22,15 @@ def test_a_whole_run_with_an_adapter(tiny_qwen3, demo_text, tmp_path):
     shutil.copytree(tiny_qwen3, model)
     (model / "generation_config.json").write_text('{"temperature": 5.0, "top_k": 3, "eos_token_id": [1, 300]}')
     adapter = make_tiny_adapter(tiny_qwen3, tmp_path / "lora")
-    path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(model=model, adapter=adapter, data=demo_text, store=tmp_path / "run"))
-    said = harvest("run", path)
+    changes = {
+        "model.lora": str(adapter),
+        "dataset.limit": 24,
+        "capture.rows": {"source": "both"},
+        "capture.generation": {"max_tokens": 6},
+        "store.dtype": "float32",
+    }
+    path = write_config(tmp_path, model, demo_text, changes)
+    said = " ".join(harvest("run", path).stdout.split())
     assert "complete" in said
     # What the model's generation_config.json changes, and what it does not, is said.
     assert "answers end at token 1, 300 too" in said

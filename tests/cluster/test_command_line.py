@@ -14,41 +14,9 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.whole_runs import harvest, write_config
+
 pytestmark = pytest.mark.ray
-
-CONFIG = """
-seed = 3
-[model]
-name = "{model}"
-[dataset]
-path = "{data}"
-id_column = "id"
-[tokenization]
-processes = 1
-[capture]
-locations = ["residual.1", "residual.3", "mlp_out.2"]
-[store]
-path = "{store}"
-rows_per_shard = 512
-[engine.vllm]
-max_num_seqs = {max_num_seqs}
-max_num_batched_tokens = 256
-"""
-
-
-def write_config(folder: Path, model: Path, data: Path, *, max_num_seqs: int = 16) -> Path:
-    path = folder / "run.toml"
-    path.write_text(CONFIG.format(model=model, data=data, store=folder / "run", max_num_seqs=max_num_seqs))
-    return path
-
-
-def harvest(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "harvest.cli", *map(str, arguments)], capture_output=True, text=True, timeout=300
-    )
-    if check:
-        assert done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +104,9 @@ def test_another_configuration_is_refused_with_the_difference(finished):
 
 
 def test_a_killed_driver_leaves_no_process_and_the_same_command_finishes(tiny_qwen3, demo_text, finished, tmp_path):
-    config = write_config(tmp_path, tiny_qwen3, demo_text, max_num_seqs=1)
+    config = write_config(
+        tmp_path, tiny_qwen3, demo_text, {"engine.vllm": {"max_num_seqs": 1, "max_num_batched_tokens": 256}}
+    )
     run = tmp_path / "run"
     ledger = run / "ledger.jsonl"
     mark = f"HARVEST_TEST_MARK={tmp_path}"

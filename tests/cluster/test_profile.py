@@ -7,7 +7,7 @@ import json
 import pytest
 
 from actors.profile import MAIN_STAGES, EngineProfile
-from tests.cluster.test_command_line import harvest, write_config
+from tests.whole_runs import harvest, write_config
 
 pytestmark = pytest.mark.ray
 
