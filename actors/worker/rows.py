@@ -92,8 +92,8 @@ class StepTake:
         return self.source_rows if self.reduction is None else self.source_rows[self.reduction.last_rows]
 
 
-_COLUMNS = ("unit", "attempt", "invoke", "row", "next", "first", "wanted", "reduced", "sparse")
-_UNIT, _ATTEMPT, _INVOKE, _ROW, _NEXT, _FIRST, _WANTED, _REDUCED, _SPARSE = range(len(_COLUMNS))
+_COLUMNS = ("unit", "attempt", "invoke", "row", "next", "first", "wanted", "reduced")
+_UNIT, _ATTEMPT, _INVOKE, _ROW, _NEXT, _FIRST, _WANTED, _REDUCED = range(len(_COLUMNS))
 
 
 class RowBook:
@@ -130,8 +130,7 @@ class RowBook:
         positions = registration.positions
         n_wanted = len(positions)
         first = int(positions[0]) if n_wanted else 0
-        is_run = not n_wanted or int(positions[-1]) - first + 1 == n_wanted
-        if not is_run:
+        if n_wanted and int(positions[-1]) - first + 1 != n_wanted:
             self._sparse[slot] = positions
         self._columns[:, slot] = (
             registration.unit,
@@ -142,7 +141,6 @@ class RowBook:
             first,
             n_wanted,
             registration.reduced,
-            not is_run,
         )
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -182,9 +180,8 @@ class RowBook:
         counts = highs - lows
         wanted = np.repeat(self._columns[_FIRST, slots] + lows, counts) + runs(counts)
         begins = np.cumsum(counts) - counts
-        for index in np.flatnonzero(self._columns[_SPARSE, slots]).tolist():
-            positions = self._sparse[int(slots[index])][lows[index] : highs[index]]
-            wanted[begins[index] : begins[index] + counts[index]] = positions
+        for index, positions in self._sparse_among(slots):
+            wanted[begins[index] : begins[index] + counts[index]] = positions[lows[index] : highs[index]]
         sources = wanted - np.repeat((firsts - starts)[kept], counts)
         sampled = np.where(wanted == np.repeat(afters[kept] - 1, counts), np.repeat(requests[kept], counts), -1)
         invokes = np.repeat(self._columns[_INVOKE, slots], counts)
@@ -230,10 +227,14 @@ class RowBook:
         first, n_wanted = self._columns[_FIRST, slots], self._columns[_WANTED, slots]
         lows = np.clip(seen - first, 0, n_wanted)
         highs = np.clip(afters - first, 0, n_wanted)
-        for index in np.flatnonzero(self._columns[_SPARSE, slots]).tolist():
-            positions = self._sparse[int(slots[index])]
+        for index, positions in self._sparse_among(slots):
             lows[index], highs[index] = np.searchsorted(positions, (seen[index], afters[index]))
         return lows, highs
+
+    def _sparse_among(self, slots: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
+        """Indices and wanted positions of those that want no run; costs nothing where no request is so."""
+        sparse = self._sparse
+        return [(index, sparse[slot]) for index, slot in enumerate(slots.tolist()) if slot in sparse] if sparse else []
 
     def _reduce(
         self, names: list[str], slots: NDArray[np.int64], counts: NDArray[np.int64], covered: NDArray[np.int64]
