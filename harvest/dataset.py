@@ -217,9 +217,7 @@ def open_dataset(config: DatasetConfig, base: Path | None = None) -> Dataset:
     for file in dataset.files:
         check_schema(file, dataset.columns)
     if next(dataset._chunks(), None) is None:
-        raise DatasetError(
-            f"the dataset has no records: {', '.join(str(file.path) for file in dataset.files[:_SHOWN])}"
-        )
+        raise _no_records(dataset.files)
     return dataset
 
 

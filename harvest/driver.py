@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from actors.profile import EngineProfile
@@ -31,17 +31,6 @@ TICK_S = 0.5
 DRAIN_S = 120.0
 # How long the last counters of a profiled run are waited for.
 FINAL_STATS_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How a call of `drive` ended."""
-
-    complete: bool
-    drained: bool
-    wall_s: float
-    engine_ready_s: float
-    """From the call until the first engine served."""
 
 
 class Driver:
@@ -68,21 +57,19 @@ class Driver:
             units_in_flight=config.engine.units_in_flight,
         )
         self._asked_s = 0.0
-        self._ready_s: float | None = None
         self._spawned_s: dict[str, float] = {}
         self._start_s: dict[str, float] = {}
         self._commit_s: dict[str, float] = {}
         self._stats: dict[str, EngineStats] = {}
 
-    def drive(self) -> Outcome:
-        """Run until all units are committed, a signal drains the run, or it cannot go on.
+    def drive(self) -> bool:
+        """Run until all units are committed (True), a signal has drained the run (False), or it cannot go on.
 
         Raises:
             RunError: the run stopped; committed units stay.
         """
-        begun = time.monotonic()
         if self._scheduler.finished:
-            return Outcome(complete=True, drained=False, wall_s=0.0, engine_ready_s=0.0)
+            return True
         pool = EnginePool(self._spec, count=self._config.engine.count, cpus=self._config.engine.cpus)
         drained_s: float | None = None
         try:
@@ -95,7 +82,7 @@ class Driver:
                         self._events.emit("drain", limit_s=DRAIN_S)
                     if drained_s is not None and time.monotonic() - drained_s > DRAIN_S:
                         break
-                    self._turn(pool, begun)
+                    self._turn(pool)
         finally:
             if self._spec.profile:
                 self._stats |= pool.final_stats(FINAL_STATS_S)
@@ -106,12 +93,7 @@ class Driver:
                 f"{self._scheduler.stop.reason}. {len(self._committer.committed)} of {self._spec.layout.n_units} units "
                 "are committed; the same command resumes the run"
             )
-        return Outcome(
-            complete=self._scheduler.finished,
-            drained=drained_s is not None,
-            wall_s=time.monotonic() - begun,
-            engine_ready_s=(self._ready_s or time.monotonic()) - begun,
-        )
+        return self._scheduler.finished
 
     @property
     def profile(self) -> RunProfile:
@@ -131,7 +113,7 @@ class Driver:
             self._spawned_s[name] = time.monotonic()
             self._events.emit("engine_spawned", engine=name)
 
-    def _turn(self, pool: EnginePool, begun: float) -> None:
+    def _turn(self, pool: EnginePool) -> None:
         for engine in pool.ready:
             while (lease := self._scheduler.lease(engine)) is not None:
                 pool.submit(engine, lease)
@@ -148,7 +130,6 @@ class Driver:
         for event in happened:
             match event:
                 case EngineReady(engine=engine, stats=stats):
-                    self._ready_s = self._ready_s or time.monotonic()
                     self._start_s[engine] = time.monotonic() - self._spawned_s[engine]
                     self._events.emit("engine_ready", engine=engine, pid=stats.pid, compute_dtype=stats.compute_dtype)
                 case EngineLost():

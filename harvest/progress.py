@@ -29,7 +29,6 @@ class ProgressView:
         self._total = n_tokens
         self._committed = n_committed_tokens
         self._committed_before = n_committed_tokens
-        self._base_tokens = 0
         self._samples: deque[tuple[float, int, int]] = deque()
         self._last_line_s = 0.0
         self._progress = Progress(

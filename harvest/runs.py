@@ -118,7 +118,7 @@ def _drive(
         spec = engine_spec(config, folder, profile=profile_to is not None)
         driver = Driver(config=config, spec=spec, committer=committer, events=events)
         try:
-            return driver.drive().complete
+            return driver.drive()
         finally:
             if profile_to is not None:
                 driver.profile.write(folder.path)

@@ -66,7 +66,6 @@ class Tokenizer:
     """
 
     def __init__(self, source: TokenizerSource, *, for_messages: bool = False, for_roles: bool = False) -> None:
-        self._source = source
         self._tokenizer = _load(source)
         self._adds_bos = False
         plain, marked = (self.encode_texts(["a"], add_special_tokens=special)[0] for special in (False, True))

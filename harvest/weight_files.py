@@ -54,18 +54,14 @@ def check_model_folder(folder: Path, *, needs_weights: bool = True) -> None:
 
 def read_tensor_names(path: Path) -> set[str]:
     """Names of the tensors in one safetensors file; ModelError when its size is not what its header says."""
-    if not path.is_file():
-        raise ModelError(f"Weight file {path} is missing. Download the model again.")
+    start = _read_start(path)
     size_bytes = path.stat().st_size
+    if len(start) < 8:
+        raise _damaged(path, f"it has {size_bytes} bytes")
+    (header_bytes,) = struct.unpack("<Q", start[:8])
+    if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
+        raise _damaged(path, f"its header should have {header_bytes} bytes, the whole file has {size_bytes}")
     with path.open("rb") as file:
-        start = file.read(len(_LFS_MARK))
-        if start == _LFS_MARK:
-            raise ModelError(f"{path} is a Git LFS pointer, not the weights. Run `git lfs pull` in {path.parent}.")
-        if len(start) < 8:
-            raise _damaged(path, f"it has {size_bytes} bytes")
-        (header_bytes,) = struct.unpack("<Q", start[:8])
-        if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
-            raise _damaged(path, f"its header should have {header_bytes} bytes, the whole file has {size_bytes}")
         file.seek(8)
         try:
             header = json.loads(file.read(header_bytes))
@@ -101,13 +97,22 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _check_torch_file(path: Path) -> None:
+def _read_start(path: Path) -> bytes:
+    """The first bytes of a weight file that is there, and is not a mere pointer to one."""
     if not path.is_file():
         raise ModelError(f"Weight file {path} is missing. Download the model again.")
-    with path.open("rb") as file:
-        start = file.read(len(_LFS_MARK))
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_MARK))
+    except OSError as error:
+        raise ModelError(f"Weight file {path} cannot be read: {error.strerror}.") from error
     if start == _LFS_MARK:
         raise ModelError(f"{path} is a Git LFS pointer, not the weights. Run `git lfs pull` in {path.parent}.")
+    return start
+
+
+def _check_torch_file(path: Path) -> None:
+    start = _read_start(path)
     # torch.save writes a zip, whose directory lies at the end: a file cut short is none. Old ones are pickles.
     if not start or (start[:2] == b"PK" and not zipfile.is_zipfile(path)):
         raise _damaged(path, f"it has {path.stat().st_size} bytes and is cut short")

@@ -63,7 +63,7 @@ def drive(run: RunFolder, config: RunConfig, spec: EngineSpec) -> bool:
     """Run to the end and finalise."""
     with Committer.open(run) as committer:
         with EventLog(run.events) as events:
-            complete = Driver(config=config, spec=spec, committer=committer, events=events).drive().complete
+            complete = Driver(config=config, spec=spec, committer=committer, events=events).drive()
         if complete:
             committer.finalise()
         return complete
