@@ -63,7 +63,7 @@ class EngineSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's rows at all locations, without labels."""
-        return sum(self.layout.arrays[location.array].row_bytes for location in self.layout.locations)
+        return self.layout.location_row_bytes
 
     def compute_hash(self) -> str:
         """Part of vLLM's compile cache key (the spec is its `additional_config`): what changes the compiled graph."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from actors.profile import EngineProfile
 from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
+from harvest.commits import suspicious_rows
 from harvest.config import RunConfig
 from harvest.errors import RunError
 from harvest.events import EventLog
@@ -192,15 +193,6 @@ class Driver:
                 pending_bytes=sum(each.pending_bytes for each in stats.values()),
                 engines=len(stats),
             )
-
-
-def suspicious_rows(receipt: UnitReceipt | None) -> dict[str, str]:
-    """Locations of a unit with rows that are not finite or all zero, in words: they are stored, never in silence."""
-    found = {}
-    for location, stats in (receipt.statistics if receipt is not None else {}).items():
-        if stats.nonfinite_rows or stats.zero_rows:
-            found[location] = f"{stats.nonfinite_rows} non-finite, {stats.zero_rows} all-zero of {stats.rows} rows"
-    return found
 
 
 @contextmanager

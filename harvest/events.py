@@ -1,8 +1,12 @@
-"""The run's event stream: one JSON object a line in `events.jsonl`. Progress, summary and reports derive from it."""
+"""The run's event stream: one JSON object a line in `events.jsonl`. Progress, summary and reports derive from it.
+
+A line that a crash has torn is ended when the file is opened again, so that it cannot swallow the event after it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +23,10 @@ class EventLog:
     """
 
     def __init__(self, path: Path, *listeners: Callable[[dict[str, Any]], None]) -> None:
+        is_torn = _is_torn(path)
         self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+        if is_torn:
+            self._file.write("\n")
         self._listeners = listeners
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -36,3 +43,11 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _is_torn(path: Path) -> bool:
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"

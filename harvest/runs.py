@@ -18,6 +18,7 @@ from actors.selection import Selection
 from harvest.config import RunConfig, parse_config
 from harvest.dataset import open_dataset
 from harvest.errors import ConfigError, DatasetError, PlanError
+from harvest.commits import total_units
 from harvest.events import EventLog
 from harvest.planning import file_states, find_adapter, make_plan
 from harvest.progress import ProgressView
@@ -88,12 +89,8 @@ def run(config: RunConfig, console: Console | None = None, *, profile: bool = Fa
         console.print(f"{planned.path} is complete already; no engine was started.")
         return summarise(planned.path)
     with Committer.open(folder) as committer:
-        totals = sum_events(read_events(folder.events))
-        before = sum(
-            event["n_prompt_tokens"] + event["n_generated_tokens"] - event["n_invokes"]
-            for unit, event in totals.commits.items()
-            if unit in committer.committed
-        )
+        totals = total_units(folder, committer.units, sum_events(read_events(folder.events)).commits)
+        before = sum(unit.n_tokens for unit in totals.values())
         if committer.committed:
             console.print(f"resuming: {len(committer.committed):,} of {folder.layout.n_units:,} units are committed")
         view = ProgressView(console, n_tokens=planned.n_prompt_tokens, n_committed_tokens=before)
@@ -168,8 +165,7 @@ def summarise(path: Path | str) -> RunSummary:
     folder = RunFolder.open(path)
     state = read_ledger(folder.ledger)
     totals = sum_events(read_events(folder.events))
-    commits = [event for unit, event in totals.commits.items() if unit in state.units]
-    n_rows = sum(unit.rows for unit in state.units.values())
+    units = total_units(folder, state.units, totals.commits).values()
     return RunSummary(
         path=Path(path),
         complete=state.complete is not None,
@@ -177,15 +173,15 @@ def summarise(path: Path | str) -> RunSummary:
         n_committed=len(state.units),
         n_invokes=folder.run["n_invokes"],
         n_skipped=folder.run["n_skipped"],
-        n_stored_invokes=sum(event["n_invokes"] for event in commits),
-        n_tokens=sum(event["n_prompt_tokens"] + event["n_generated_tokens"] - event["n_invokes"] for event in commits),
-        n_rows=n_rows,
+        n_stored_invokes=sum(unit.n_invokes for unit in units),
+        n_tokens=sum(unit.n_tokens for unit in units),
+        n_rows=sum(unit.rows for unit in state.units.values()),
         n_locations=len(folder.layout.locations),
-        stored_bytes=sum(event["stored_bytes"] for event in commits),
+        stored_bytes=sum(unit.stored_bytes for unit in units),
         engine_s=totals.engine_s,
         n_engine_losses=totals.n_engine_losses,
         n_failed_attempts=totals.n_failed_attempts,
-        suspicious=dict(Counter(location for event in commits for location in event.get("suspicious", {}))),
+        suspicious=dict(Counter(location for unit in units for location in unit.suspicious)),
     )
 
 

@@ -262,6 +262,11 @@ class StoreLayout:
         return sum(spec.row_bytes for spec in self.arrays.values())
 
     @property
+    def location_row_bytes(self) -> int:
+        """Bytes of one row at all locations, without labels, before compression."""
+        return sum(self.arrays[location.array].row_bytes for location in self.locations)
+
+    @property
     def n_files(self) -> int:
         """Shard files of the finished store."""
         return self.n_shards * len(self.arrays)

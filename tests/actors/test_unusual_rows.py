@@ -14,7 +14,7 @@ from actors.protocol import Lease, UnitFailure
 from actors.worker import taps
 from actors.worker.locations import resolve_locations
 from actors.worker.tree import build_model_tree
-from harvest.driver import suspicious_rows
+from harvest.commits import suspicious_rows
 from harvest.verification import verify_run
 from storage.commit import Committer
 from storage.reader import StoreReader
