@@ -72,6 +72,7 @@ class Driver:
         if self._scheduler.finished:
             return True
         pool = EnginePool(self._spec, count=self._config.engine.count, cpus=self._config.engine.cpus)
+        self._tell_of_room(pool.room)
         drained_s: float | None = None
         try:
             with _signals() as asked_to_stop:
@@ -108,6 +109,17 @@ class Driver:
                 commit_s=self._commit_s.get(name, 0.0),
             )
         return RunProfile(engines=engines)
+
+    def _tell_of_room(self, room: int) -> None:
+        """Ray lets an actor for which no node has room wait for ever, and says nothing."""
+        engine, tp_size = self._config.engine, self._spec.tensor_parallel_size
+        if not room:
+            raise RunError(
+                f"no node of the Ray cluster has room for an engine: engine.tensor_parallel_size = {tp_size} (GPUs, "
+                f"where the cluster has any) and engine.cpus = {engine.cpus:g}. Lower them, or add such a node"
+            )
+        if room < engine.count:
+            self._events.emit("few_engines", room=room, count=engine.count)
 
     def _fill(self, pool: EnginePool) -> None:
         for name in pool.fill():

@@ -8,7 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +72,7 @@ class EnginePool:
         self._count = count
         self._cpus = cpus
         self._on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        self._gpus = spec.tensor_parallel_size if self._on_gpu else 0
         self._origin = package_origin()
         self._members: dict[str, _Member] = {}
         self._starting: dict[Any, str] = {}
@@ -83,6 +86,11 @@ class EnginePool:
         """Engines that take leases."""
         return [name for name, member in self._members.items() if member.ready]
 
+    @property
+    def room(self) -> int:
+        """Engines for which the cluster's nodes have room now, `count` at most."""
+        return count_room(ray.nodes(), cpus=self._cpus, gpus=self._gpus, most=self._count)
+
     def fill(self) -> list[str]:
         """Spawn engines until `count` live or start; the names of the new ones."""
         spawned = []
@@ -93,7 +101,7 @@ class EnginePool:
                 ray.remote(EngineActor)
                 .options(
                     num_cpus=self._cpus,
-                    num_gpus=self._spec.tensor_parallel_size if self._on_gpu else 0,
+                    num_gpus=self._gpus,
                     max_restarts=0,
                     max_task_retries=0,
                     max_concurrency=1000,
@@ -187,6 +195,23 @@ class EnginePool:
         for member in self._members.values():
             ray.kill(member.handle)
         self._members.clear()
+
+
+def count_room(nodes: Iterable[Mapping[str, Any]], *, cpus: float, gpus: float, most: int) -> int:
+    """Engines that fit on the nodes of a cluster if nothing else does.
+
+    Args:
+        nodes: as `ray.nodes` lists them.
+        cpus: of one engine.
+        gpus: of one engine, all on one node.
+        most: the answer where there are more.
+    """
+    needs = [(name, amount) for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount]
+    room = 0
+    for node in nodes:
+        if node["Alive"]:
+            room += min((math.floor(node["Resources"].get(name, 0) / amount) for name, amount in needs), default=most)
+    return min(room, most)
 
 
 def _first_lines(error: BaseException) -> str:

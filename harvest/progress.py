@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 # Rates are taken over this span, so that they follow changes and do not jump.
@@ -72,7 +73,12 @@ class ProgressView:
             case "engine_lost":
                 self._say(f"[yellow]{record['engine']} died:[/] {record['reason']}; its units run again")
             case "unit_failed":
-                self._say(f"[yellow]unit {record['unit']} failed:[/] {record['error']}")
+                self._say(f"[yellow]unit {record['unit']} failed:[/] {escape(record['error'])}")
+            case "few_engines":
+                self._say(
+                    f"[yellow]the cluster has room for {record['room']} of {record['count']} engines:[/] the others "
+                    "start when it grows; add nodes, or lower engine.count"
+                )
             case "drain":
                 self._say("stopping: units in flight finish, nothing new begins")
 

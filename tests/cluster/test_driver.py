@@ -56,6 +56,17 @@ def test_a_unit_that_kills_every_engine_stops_the_run_and_keeps_the_rest(ray_clu
     assert verify(run.path).ok
 
 
+def test_a_cluster_without_room_for_engines_is_told(ray_cluster, tmp_path):
+    run = make_scripted_run(tmp_path / "run", n_units=2)
+    config = make_config(run, engines=2)
+    engine = config.engine.model_copy(update={"cpus": 99})
+    with pytest.raises(RunError, match=r"no node .* has room for an engine: .*engine\.cpus = 99\. Lower"):
+        drive(run, config.model_copy(update={"engine": engine}), make_spec(run))
+    engine = config.engine.model_copy(update={"cpus": 5})
+    assert drive(run, config.model_copy(update={"engine": engine}), make_spec(run)), "one engine does it all"
+    assert [(event["room"], event["count"]) for event in events_of(run, "few_engines")] == [(1, 2)]
+
+
 def test_a_failing_engine_reports_its_own_error(ray_cluster, tmp_path):
     run = make_scripted_run(tmp_path / "run", n_units=2)
     config = make_config(run, engines=1, attempts=2)
