@@ -24,7 +24,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich
 models_app = typer.Typer(no_args_is_help=True, help="Small real models that need no hub.")
 app.add_typer(models_app, name="models")
 # Where there is no terminal, tables must not be squeezed into 80 columns.
-console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+# Without emoji: `:100:` in an error or a path is text.
+console = Console(highlight=False, emoji=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 ConfigPath = Annotated[Path, typer.Argument(help="The run's TOML file.", metavar="CONFIG")]
 RunPath = Annotated[Path, typer.Argument(help="The run folder.", metavar="RUN")]
@@ -81,7 +82,10 @@ def verify(
     outcome = verify_run(run, parity=parity, seed=seed)
     outcome.print(console)
     if report is not None:
-        report.write_text(json.dumps(outcome.to_json(), indent=2), encoding="utf-8")
+        try:
+            report.write_text(json.dumps(outcome.to_json(), indent=2), encoding="utf-8")
+        except OSError as error:
+            raise HarvestError(f"the report cannot be written to {report}: {error.strerror}; it is above") from error
     if not outcome.passed:
         raise typer.Exit(1)
 
@@ -115,7 +119,7 @@ def models_get(name: Annotated[str, typer.Argument(help="A name from `harvest mo
     """Download a model, check it, and write it as a normal model folder into the cache."""
     from harvest.models import get_model
 
-    console.print(str(get_model(name)))
+    console.print(escape(str(get_model(name))))
 
 
 @models_app.command("list")
@@ -125,7 +129,7 @@ def models_list() -> None:
 
     table = Table("name", "licence", "what", "in the cache")
     for entry in list_models():
-        table.add_row(entry.name, entry.license, entry.description, str(entry.path or "no"))
+        table.add_row(entry.name, entry.license, entry.description, escape(str(entry.path or "no")))
     console.print(table)
 
 
@@ -138,7 +142,7 @@ def _print_plan(planned: object) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", style="bold")
     table.add_column()
-    table.add_row("run folder", str(planned.path))
+    table.add_row("run folder", escape(str(planned.path)))
     table.add_row("prompts", f"{planned.n_invokes:,} planned, {planned.n_skipped:,} skipped")
     table.add_row("tokens", f"{planned.n_prompt_tokens:,} of prompts")
     table.add_row("rows", f"{planned.n_rows:,} at each of {len(layout.locations)} locations")
@@ -161,7 +165,8 @@ def main() -> None:
     try:
         app()
     except (HarvestError, StorageError) as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
+        errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {escape(str(error))}")
         sys.exit(1)
 
 

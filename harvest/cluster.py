@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from harvest.errors import RunError
+
 # Must be there before Ray is imported anywhere: workers must be this very interpreter, not one made anew by uv.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # A cluster of one run on one machine needs no token, and would write one into the user's home.
@@ -17,7 +19,11 @@ os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Ray for the time of a run; a Ray that this process uses already is left alone."""
+    """Ray for the time of a run; a Ray that this process uses already is left alone.
+
+    Raises:
+        RunError: `RAY_ADDRESS` names a cluster that does not answer.
+    """
     import ray
 
     if ray.is_initialized():
@@ -25,7 +31,13 @@ def connected() -> Iterator[None]:
         return
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise RunError(
+                f"no Ray cluster can be joined at RAY_ADDRESS = {address}: {error}. Start it, or unset RAY_ADDRESS for "
+                "one on this machine"
+            ) from error
     else:
         ray.init(
             address="local",

@@ -105,17 +105,27 @@ def compare(
         trust_remote_code: run code that ships with the model.
         revision: of a Hugging Face id.
         adapter: LoRA adapter to merge into the weights.
+
+    Raises:
+        ParityError: transformers cannot load the model, or not find its layers.
+        MergeError: the adapter does not fit it.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        trust_remote_code=trust_remote_code,
-        revision=revision,
-    ).eval()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+        ).eval()
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ParityError(
+            f"transformers cannot load the run's model {model_path}: {type(error).__name__}: {error}. Parity needs the "
+            "model where the run had it; without --parity the store alone is checked"
+        ) from error
     if adapter is not None:
         merge_adapter(model, adapter)
     names = list(prompts[0].rows) if prompts else []

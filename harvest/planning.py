@@ -46,10 +46,7 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
         HarvestError: any input that cannot be used, by name.
         StorageError: the folder cannot be made.
     """
-    try:
-        check_engine_arguments(config.engine.vllm)
-    except EngineArgumentError as error:
-        raise ConfigError(str(error)) from error
+    refuse_engine_arguments(config)
     # vLLM makes dummy weights itself.
     needs_weights = config.engine.vllm.get("load_format") != "dummy"
     model = resolve_model(config.model.name, needs_weights=needs_weights)
@@ -101,6 +98,14 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
             config_toml=tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)),
             provenance=provenance(),
         )
+
+
+def refuse_engine_arguments(config: RunConfig) -> None:
+    """Refuse arguments of `engine.vllm` under which rows would be wrong, before engines fail at them one by one."""
+    try:
+        check_engine_arguments(config.engine.vllm)
+    except EngineArgumentError as error:
+        raise ConfigError(str(error)) from error
 
 
 def find_adapter(config: RunConfig) -> Adapter | None:

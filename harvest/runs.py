@@ -20,7 +20,7 @@ from harvest.dataset import open_dataset
 from harvest.errors import ConfigError, DatasetError, PlanError
 from harvest.commits import total_units
 from harvest.events import EventLog
-from harvest.planning import file_states, find_adapter, make_plan
+from harvest.planning import file_states, find_adapter, make_plan, refuse_engine_arguments
 from harvest.progress import ProgressView
 from harvest.summary import RunSummary, read_events, sum_events
 from storage.commit import Committer
@@ -57,6 +57,7 @@ def open_or_plan(config: RunConfig, console: Console | None = None) -> PlannedRu
         folder = RunFolder.open(path)
         _refuse_other_content(folder, config)
         _refuse_other_dataset(folder, config)
+        refuse_engine_arguments(config)
         _refuse_other_adapter(folder, config)
     return PlannedRun(
         path=path,

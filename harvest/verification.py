@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from actors.lora import read_adapter
+from actors.lora import Adapter, AdapterError, read_adapter
 from actors.selection import Selection
 from harvest.parity import ParityError, ParityReport, StoredPrompt, compare
 from harvest.summary import read_events
@@ -25,6 +25,8 @@ class Verification:
 
     store: VerifyReport
     parity: ParityReport | None
+    """None where it was not asked for, or the store is damaged."""
+    parity_was_asked: bool = False
 
     @property
     def passed(self) -> bool:
@@ -51,6 +53,8 @@ class Verification:
         )
         if self.parity is not None:
             _print_parity(console, self.parity)
+        elif self.parity_was_asked:
+            console.print("parity not computed: the store is damaged")
 
 
 def verify_run(path: Path | str, *, parity: int = 0, seed: int = 0) -> Verification:
@@ -65,7 +69,8 @@ def verify_run(path: Path | str, *, parity: int = 0, seed: int = 0) -> Verificat
         ParityError: the values cannot be compared.
     """
     report = verify(path)
-    return Verification(store=report, parity=_compare(path, parity, seed) if parity and report.ok else None)
+    compared = _compare(path, parity, seed) if parity and report.ok else None
+    return Verification(store=report, parity=compared, parity_was_asked=bool(parity))
 
 
 def _compare(path: Path | str, n_prompts: int, seed: int) -> ParityReport:
@@ -95,6 +100,11 @@ def _compare(path: Path | str, n_prompts: int, seed: int) -> ParityReport:
                 },
             )
         )
+    if not prompts:
+        raise ParityError(
+            f"none of the {len(chosen)} prompts that were drawn has a stored row (answers that ended at once have "
+            "none): draw others with --seed, or more with --parity"
+        )
     content = run["content"]
     ready = [event for event in read_events(reader.run.events) if event["event"] == "engine_ready"]
     return compare(
@@ -105,8 +115,21 @@ def _compare(path: Path | str, n_prompts: int, seed: int) -> ParityReport:
         reduce=selection.reduce,
         trust_remote_code=content["model"]["trust_remote_code"],
         revision=content["model"]["revision"],
-        adapter=read_adapter(run["lora"]["name"]) if run.get("lora") else None,
+        adapter=_find_adapter(run["lora"]) if run.get("lora") else None,
     )
+
+
+def _find_adapter(planned: dict[str, Any]) -> Adapter:
+    try:
+        adapter = read_adapter(planned["name"])
+    except AdapterError as error:
+        raise ParityError(f"the run's LoRA adapter is needed to recompute its values: {error}") from error
+    if adapter.fingerprint() != planned["sha256"]:
+        raise ParityError(
+            f"the LoRA adapter {planned['name']} is not that of the run (its bytes have changed): bring the old one "
+            "back to recompute values"
+        )
+    return adapter
 
 
 def _covered(selection: Selection, stored: Prompt) -> np.ndarray[Any, Any] | None:
@@ -145,7 +168,7 @@ def _print_parity(console: Console, report: ParityReport) -> None:
     for entry in report.locations:
         verdict = escape(entry.note) if entry.note else "[green]ok[/]" if entry.passed else "[bold red]FAILED[/]"
         table.add_row(
-            entry.location,
+            escape(entry.location),
             f"{entry.n_rows:,}",
             f"{entry.cosine:.6f}",
             f"{entry.relative_error:.2e}",

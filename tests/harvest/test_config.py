@@ -50,6 +50,8 @@ def test_overrides_reach_nested_keys_and_unknown_ones_are_refused(tmp_path):
         load_config(path, ["engine.cuont=5"])
     with pytest.raises(ConfigError, match="not of the form"):
         load_config(path, ["engine"])
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
     with pytest.raises(ConfigError, match="no configuration file"):
         load_config(tmp_path / "absent.toml")
     path.write_text("[model")
