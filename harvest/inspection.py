@@ -19,8 +19,8 @@ def print_run(console: Console, path: Path | str) -> None:
     reader = StoreReader(path)
     layout = reader.layout
     console.print(
-        f"{path}: {len(reader.committed):,} of {layout.n_units:,} units, {layout.rows_per_shard:,} rows a shard, "
-        f"{layout.shards_per_unit} shards a unit, plan {layout.plan_hash[:12]}"
+        f"{escape(str(path))}: {len(reader.committed):,} of {layout.n_units:,} units, {layout.rows_per_shard:,} rows a "
+        f"shard, {layout.shards_per_unit} shards a unit, plan {layout.plan_hash[:12]}"
     )
     arrays = Table("array", "shape", "dtype")
     for spec in layout.arrays.values():
@@ -56,11 +56,11 @@ def print_invoke(console: Console, path: Path | str, invoke: int) -> None:
     """Tokens of one invoke and the norm of each row."""
     prompt = StoreReader(path).prompt(invoke)
     console.print(
-        f"invoke {invoke} (key {prompt.key}): unit {prompt.unit}, rows {prompt.row_start:,}.."
+        f"invoke {invoke} (key {escape(str(prompt.key))}): unit {prompt.unit}, rows {prompt.row_start:,}.."
         f"{prompt.row_start + len(prompt.positions) - 1:,}, {prompt.n_prompt_tokens:,} prompt tokens"
     )
     logprobs = {} if prompt.logprobs is None else {"logprob": prompt.logprobs}
-    table = Table("position", "token id", *logprobs, *(f"|{name}|" for name in prompt.rows))
+    table = Table("position", "token id", *logprobs, *(escape(f"|{name}|") for name in prompt.rows))
     norms = {name: np.linalg.norm(np.asarray(rows, np.float32), axis=1) for name, rows in prompt.rows.items()}
     for index, (position, token) in enumerate(zip(prompt.positions, prompt.token_ids, strict=True)):
         values = [*(each[index] for each in logprobs.values()), *(norms[name][index] for name in prompt.rows)]
@@ -84,5 +84,5 @@ def print_locations(console: Console, model: str) -> None:
         raise ModelError(str(error)) from error
     table = Table("module", "class", "locations", "aliases")
     for row in rows:
-        table.add_row(row["module"], row["class"], escape(row["locations"]), row["aliases"])
+        table.add_row(*(escape(row[column]) for column in ("module", "class", "locations", "aliases")))
     console.print(table)

@@ -67,11 +67,11 @@ class ProgressView:
                 self._committed += record["n_prompt_tokens"] + record["n_generated_tokens"] - record["n_invokes"]
                 self._show(self._committed)
                 for location, what in record["suspicious"].items():
-                    self._say(f"[yellow]unit {record['unit']}, {location}:[/] {what}")
+                    self._say(f"[yellow]unit {record['unit']}, {escape(location)}:[/] {what}")
             case "progress":
                 self._sample(record["n_tokens"], record["written_bytes"])
             case "engine_lost":
-                self._say(f"[yellow]{record['engine']} died:[/] {record['reason']}; its units run again")
+                self._say(f"[yellow]{record['engine']} died:[/] {escape(record['reason'])}; its units run again")
             case "unit_failed":
                 self._say(f"[yellow]unit {record['unit']} failed:[/] {escape(record['error'])}")
             case "few_engines":
@@ -84,6 +84,9 @@ class ProgressView:
 
     def _sample(self, n_tokens: int, n_bytes: int) -> None:
         now = time.monotonic()
+        if self._samples and n_tokens < self._samples[-1][1]:
+            # An engine died, and its counters with it: what was before says nothing of the rate.
+            self._samples.clear()
         self._samples.append((now, n_tokens, n_bytes))
         while now - self._samples[0][0] > RATE_WINDOW_S:
             self._samples.popleft()

@@ -8,17 +8,20 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
 from actors.protocol import EngineSpec
 from actors.selection import Selection
+from harvest.commits import total_units
 from harvest.config import RunConfig, parse_config
 from harvest.dataset import open_dataset
 from harvest.errors import ConfigError, DatasetError, PlanError
-from harvest.commits import total_units
 from harvest.events import EventLog
 from harvest.planning import file_states, find_adapter, make_plan, refuse_engine_arguments
 from harvest.progress import ProgressView
@@ -52,12 +55,12 @@ def open_or_plan(config: RunConfig, console: Console | None = None) -> PlannedRu
     path = Path(config.store.path)
     new = not RunFolder.exists(path)
     if new:
-        folder = make_plan(config, console.print if console else _say_nothing)
+        folder = make_plan(config, partial(_say, console))
     else:
+        refuse_engine_arguments(config)
         folder = RunFolder.open(path)
         _refuse_other_content(folder, config)
         _refuse_other_dataset(folder, config)
-        refuse_engine_arguments(config)
         _refuse_other_adapter(folder, config)
     return PlannedRun(
         path=path,
@@ -87,7 +90,7 @@ def run(config: RunConfig, console: Console | None = None, *, profile: bool = Fa
     folder = RunFolder.open(planned.path)
     state = read_ledger(folder.ledger)
     if state.complete is not None:
-        console.print(f"{planned.path} is complete already; no engine was started.")
+        console.print(f"{escape(str(planned.path))} is complete already; no engine was started.")
         return summarise(planned.path)
     with Committer.open(folder) as committer:
         totals = total_units(folder, committer.units, sum_events(read_events(folder.events)).commits)
@@ -237,5 +240,6 @@ def _differences(planned: Any, asked: Any, where: str = "") -> list[str]:
     return [] if planned == asked else [f"{where} was {planned!r}, is {asked!r}"]
 
 
-def _say_nothing(line: str) -> None:
-    """Discard."""
+def _say(console: Console | None, line: str) -> None:
+    if console is not None:
+        console.print(Text(line))

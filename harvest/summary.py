@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from harvest.run_profile import PROFILE_FILE
@@ -96,7 +97,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     table.add_column(justify="right", style="bold")
     table.add_column()
     done = "complete" if summary.complete else f"{summary.n_committed} of {summary.n_units} units committed"
-    table.add_row("run", f"{done}")
+    table.add_row("run", done)
     skipped = f" ({summary.n_skipped:,} skipped, listed in plan/skipped.parquet)" if summary.n_skipped else ""
     table.add_row("prompts", f"{summary.n_stored_invokes:,}{skipped}")
     table.add_row("tokens", f"{summary.n_tokens:,}")
@@ -109,15 +110,17 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     if summary.n_engine_losses or summary.n_failed_attempts:
         table.add_row("trouble", f"{summary.n_engine_losses} engines lost, {summary.n_failed_attempts} attempts failed")
     for location, n_units in summary.suspicious.items():
-        table.add_row("rows to look at", f"{location}: non-finite or all-zero rows in {n_units} units; harvest inspect")
-    table.add_row("path", str(summary.path))
+        where = f"{escape(location)}: non-finite or all-zero rows in {n_units} units"
+        table.add_row("rows to look at", f"{where}; harvest inspect")
+    path = escape(str(summary.path))
+    table.add_row("path", path)
     if (summary.path / PROFILE_FILE).exists():
-        table.add_row("profile", str(summary.path / PROFILE_FILE))
+        table.add_row("profile", escape(str(summary.path / PROFILE_FILE)))
     console.print(table)
     if summary.complete:
-        console.print(f"next: harvest verify {summary.path} --parity 16 · harvest inspect {summary.path}")
+        console.print(f"next: harvest verify {path} --parity 16 · harvest inspect {path}")
     else:
-        console.print(f"next: the same command resumes the run · harvest status {summary.path}")
+        console.print(f"next: the same command resumes the run · harvest status {path}")
 
 
 def format_bytes(n_bytes: float) -> str:
