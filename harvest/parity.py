@@ -164,7 +164,8 @@ class _Sums:
         self._n_rows += len(ours)
         norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(reference, axis=1)
         dots = (ours * reference).sum(axis=1)
-        self._cosine = min(self._cosine, float((dots / np.maximum(norms, 1e-300)).min(initial=1.0)))
+        # Unlike min, this keeps a NaN.
+        self._cosine = float(np.minimum(self._cosine, (dots / np.maximum(norms, 1e-300)).min(initial=1.0)))
         self._error += float(((ours - reference) ** 2).sum())
         self._ours += float((ours**2).sum())
         self._reference += float((reference**2).sum())

@@ -201,10 +201,6 @@ class TapSet:
         self._take = None
         return taken
 
-    def unfired(self) -> list[str]:
-        """Names of the owned locations whose tap has not fired since the last `begin_step`."""
-        return [tap.location.name for tap in self._taps if not tap.fired]
-
 
 def _wrap_forward(module: nn.Module, taps: Sequence[tuple[Location, int, Tensor]], tp_size: int) -> None:
     before = tuple(tap for tap in taps if tap[0].side != "output")
