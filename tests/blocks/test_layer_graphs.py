@@ -7,6 +7,7 @@ On a CPU a recorder that notes operations stands for CUDA graphs; tests/blocks/t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +103,15 @@ def test_values_are_those_of_module_by_module(model: Any, block: Any) -> None:
     ]
     for result, wanted in zip(got, expected, strict=True):
         torch.testing.assert_close(result.value, wanted.value, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_reads_what_the_layer_before_it_wrote_without_a_copy(model: Any) -> None:
+    for _ in range(2):
+        model.run(reads_one_layer, PROMPTS, max_tokens=4, **GREEDY)
+    layers = list(graphs_of(model)._layers.values())
+    for before, after in itertools.pairwise(layers):
+        given, taken = before._recordings[8].output, after._recordings[8].inputs
+        assert all(any(mine is other for other in taken) for mine in given)
 
 
 def test_requests_that_end_at_different_steps(model: Any) -> None:

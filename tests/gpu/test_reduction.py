@@ -42,7 +42,7 @@ def reduce_all(values: list[torch.Tensor], reduce: str, chunk: int, device: str)
                 unit=0, attempt=1, invoke=request, unit_row=request, positions=np.arange(length), reduced=True
             ),
         )
-    stored = {}
+    stored: dict[int, torch.Tensor] = {}
     inputs = [
         torch.cat(
             [values[int(name[1:])][f : f + chunk] for name, f in zip(s.request_ids, s.first_positions, strict=True)]

@@ -58,21 +58,21 @@ class Recorder(Protocol):
 class StepCall:
     """A call that depends on the step; it gets the rows of requests only, as it does without padding."""
 
-    __slots__ = ("_arguments", "_func", "_padded", "_trimmed")
+    __slots__ = ("_arguments", "_func", "_n_rows", "_padded", "_trimmed")
 
     def __init__(self, func: Any, arguments: tuple[Any, Any], padded: int) -> None:
         self._func = func
         self._arguments = arguments
         self._padded = padded
-        self._trimmed: dict[int, tuple[Any, Any]] = {}
+        self._n_rows = -1
 
     def __call__(self, n_rows: int) -> Any:
-        arguments = self._trimmed.get(n_rows)
-        if arguments is None:
-            arguments = self._trimmed[n_rows] = tree_map_only(
+        if n_rows != self._n_rows:
+            self._trimmed = tree_map_only(
                 Tensor, lambda x: x[:n_rows] if x.shape[:1] == (self._padded,) else x, self._arguments
             )
-        args, kwargs = arguments
+            self._n_rows = n_rows
+        args, kwargs = self._trimmed
         return self._func(*args, **kwargs)
 
 

@@ -92,6 +92,14 @@ class LayerGraphs:
         layer = self._layers[sites.path] = LayerGraph(self, sites, inner)
         return layer
 
+    def close(self) -> None:
+        """Give up all recordings and their memory."""
+        self.recorder = None
+        self.n_rows = 0
+        for layer in self._layers.values():
+            layer.forget()
+        self.indices.clear()
+
     def changed(self, path: str) -> None:
         """The code of the module at `path` is another one now."""
         for layer in self._layers.values():
@@ -106,16 +114,18 @@ class LayerGraphs:
 
 @dataclass(kw_only=True, slots=True)
 class _Recording:
-    """A layer at one number of rows. `replay` is None until the layer has run at that size."""
+    """A layer at one number of rows. It runs at that size once before it is recorded; until then, `replay` is None."""
 
-    names: tuple[str, ...]
-    inputs: list[Any]
+    names: tuple[str, ...] = ()
+    """Of the last inputs, which are given by name."""
+    inputs: list[Any] = field(default_factory=list)
     """Static tensors, and constants."""
     replay: Replay | None = None
     output: Any = None
     passed: list[Site] = field(default_factory=list)
-    views: dict[int, Any] = field(default_factory=dict)
-    """Of the output, by number of rows."""
+    shown: Any = None
+    """The first `n_shown` rows of the output."""
+    n_shown: int = -1
 
 
 class LayerGraph:
@@ -133,6 +143,10 @@ class LayerGraph:
 
     def forget(self) -> None:
         """Drop what is recorded."""
+        for bucket, recording in self._recordings.items():
+            if recording.replay is not None:
+                for tensor in _tensors(recording.output):
+                    self._graphs.outputs.pop((bucket, tensor.data_ptr()), None)
         self._recordings.clear()
         self._watched = [site for module in self._inner for site in (module.input, module.output)]
         for module in (self._sites, *self._inner):
@@ -147,12 +161,14 @@ class LayerGraph:
         try:
             recording = self._recordings.get(graphs.bucket)
             if recording is None:
-                recording = self._recordings[graphs.bucket] = self._new_recording(args, kwargs)
-            if not _fits(recording, args, kwargs, graphs.n_rows):
-                return self._sites.forward(*args, **kwargs)
+                recording = self._recordings[graphs.bucket] = _Recording()
             if recording.replay is None:
+                recording.names = tuple(kwargs)
+                recording.inputs = [self._static(place, value) for place, value in enumerate((*args, *kwargs.values()))]
                 # A recording that fails may have written into what it was given.
                 args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+            elif not _fits(recording, args, kwargs, graphs.n_rows):
+                return self._sites.forward(*args, **kwargs)
             for static, value in zip(recording.inputs, (*args, *kwargs.values()), strict=True):
                 if isinstance(static, Tensor):
                     graphs.copy_in(static, value)
@@ -167,20 +183,15 @@ class LayerGraph:
         except RecordingError as error:
             # Attention may have run already: it writes the same keys and values when it runs again.
             self.refusal = str(error)
-            self._recordings.clear()
+            self.forget()
             logger.info("%s runs module by module: %s", self.path, self.refusal)
             return self._sites.forward(*args, **kwargs)
-        views = recording.views.get(graphs.n_rows)
-        if views is None:
-            views = recording.views[graphs.n_rows] = _first_rows(recording.output, graphs.n_rows)
-        return views
+        if recording.n_shown != graphs.n_rows:
+            recording.shown, recording.n_shown = _first_rows(recording.output, graphs.n_rows), graphs.n_rows
+        return recording.shown
 
     def _is_watched(self) -> bool:
         return any(site.waiting or site.recorders for site in self._watched)
-
-    def _new_recording(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Recording:
-        inputs = [self._static(place, value) for place, value in enumerate((*args, *kwargs.values()))]
-        return _Recording(names=tuple(kwargs), inputs=inputs)
 
     def _static(self, place: int, value: Any) -> Any:
         graphs = self._graphs
@@ -213,21 +224,23 @@ class LayerGraph:
                 *values[:n_positional], **dict(zip(recording.names, values[n_positional:], strict=True))
             )
 
+        recording.n_shown = -1
         if recording.output is None:
             recording.output = recorder.prepare(run, rows)
             return
         # The modules inside say what they pass, though no block of this pass may care.
         before, runtime.active = runtime.active, True
         try:
-            recording.replay, recording.output = recorder.record(run, rows)
+            replay, recording.output = recorder.record(run, rows)
         finally:
             runtime.active = before
-        recording.views.clear()
         recording.passed = [site for site in self._watched if site.seen_step == runtime.step_number]
-        for tensor in _tensors(recording.output):
+        outputs = list(_tensors(recording.output))
+        for tensor in outputs:
             if tensor.shape[:1] != (self._graphs.bucket,):
                 raise RecordingError(f"it returns {_describe(tensor)} in a pass of {self._graphs.bucket} rows")
-            self._graphs.outputs[self._graphs.bucket, tensor.data_ptr()] = tensor
+        recording.replay = replay
+        self._graphs.outputs |= {(self._graphs.bucket, tensor.data_ptr()): tensor for tensor in outputs}
 
 
 def _why_not(layer: nn.Module, contextual: frozenset[int]) -> str:

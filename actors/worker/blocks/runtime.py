@@ -228,6 +228,7 @@ class BlockRuntime:
 
     def close(self) -> None:
         self.drop(list(self._tasks))
+        self.graphs.close()
         self.watchdog.close()
 
     # -- used by a running block --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -141,6 +141,7 @@ class Ours:
         thread = threading.Thread(target=feeder.run, daemon=True)
         thread.start()
         receipts = []
+        publish_s = 0.0
         with Committer.open(run) as committer:
             begun = time.monotonic()
             futures = [
@@ -152,8 +153,10 @@ class Ours:
                 assert not isinstance(receipt, UnitFailure), receipt.traceback
                 receipts.append(receipt)
                 if receipt.storage is not None:
+                    ready = time.monotonic()
                     refused = committer.publish([receipt.storage]).refused
                     assert not refused, refused
+                    publish_s += time.monotonic() - ready
             seconds = time.monotonic() - begun
             if workload.sink == "disk":
                 committer.finalise()
@@ -163,7 +166,12 @@ class Ours:
             "seconds": seconds,
             "stored_bytes": sum(receipt.stored_bytes for receipt in receipts),
             "seal_s": [round(receipt.seal_s, 3) for receipt in receipts],
-            "gated_s": round(feeder.stats.gated_s, 3),
+            "publish_s": round(publish_s, 3),
+            "stages_s": {
+                name: round(value, 3)
+                for name, value in asdict(feeder.stats.profile).items()
+                if name.endswith("_s") and value >= 0.001
+            },
             "n_layers_run": feeder.stats.n_layers_run,
         }
         if workload.sink == "disk" and seed == self.options.verify_seed:
