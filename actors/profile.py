@@ -35,6 +35,8 @@ class WorkerTimes:
     copy_wait_s: float = 0.0
     write_s: float = 0.0
     seal_s: float = 0.0
+    n_sealed_files: int = 0
+    """Shard files that were sealed, those of units whose other files are still being sealed included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +46,7 @@ class EngineProfile:
     start_s: float = 0.0
     """From the actor's start until the engine served."""
     plan_s: float = 0.0
-    """Reading leased units of the plan and opening their files."""
+    """Reading leased units of the plan."""
     feed_s: float = 0.0
     """Adding requests."""
     forward_s: float = 0.0
@@ -78,6 +80,8 @@ class EngineProfile:
     """Tokens that all steps computed."""
     n_step_room: int = 0
     """Tokens that all steps could have computed: `max_num_batched_tokens` each."""
+    n_sealed_files: int = 0
+    """Shard files that were sealed: what moves during a long seal."""
     writers: int = 0
     """Writer threads of one engine."""
     sealers: int = 0
@@ -180,6 +184,7 @@ def engine_profile(
         n_steps=first.n_steps,
         n_step_tokens=first.n_step_tokens,
         n_step_room=first.n_steps * step_room,
+        n_sealed_files=sum(rank.n_sealed_files for rank in ranks),
         writers=writers * len(ranks),
         sealers=SEALERS * len(ranks),
     )

@@ -3,7 +3,8 @@
 Called by the worker's thread between steps; owns writer threads. No vLLM, no Ray, no torch.
 
 Invariants:
-- `submit` never blocks: what bounds memory is `pending_bytes`, by which the actor gates the engine's next step;
+- no call waits for a file system: files are opened, written, sealed and dropped by the sink's own threads. What bounds
+  memory is `pending_bytes`, by which the actor gates the engine's next step;
 - rows of an attempt that is sealing, sealed or aborted are dropped, never mixed into anything;
 - a unit seals only when each array has exactly the rows that the outcomes promise; a shortfall is an error by name;
 - an error in a writer thread fails its attempt, and reaches the caller through `poll`.
@@ -15,8 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +36,8 @@ ONE_TASK_BYTES = 1 << 20
 
 class UnitWriterLike(Protocol):
     """What the sink needs of `storage.unit_writer.UnitWriter`."""
+
+    sealed_files: int
 
     def write(self, array: str, row: int, data: NDArray[Any]) -> None: ...
     def clear(self, array: str, row: int, n: int) -> None: ...
@@ -62,7 +66,7 @@ class Sealed:
 
 @dataclass(kw_only=True, slots=True)
 class _Attempt:
-    writer: UnitWriterLike
+    opening: Future[UnitWriterLike]
     lock: threading.Lock = field(default_factory=threading.Lock)
     pending: int = 0
     sealing: bool = False
@@ -70,6 +74,11 @@ class _Attempt:
     idle: threading.Condition = field(default_factory=threading.Condition)
     rows_by_array: dict[str, int] = field(default_factory=dict)
     joiners: dict[str, RowJoiner] = field(default_factory=dict)
+
+    @property
+    def writer(self) -> UnitWriterLike:
+        """Waits until its files are open; raises what opening them raised."""
+        return self.opening.result()
 
 
 class Sink:
@@ -97,6 +106,8 @@ class Sink:
         self._arrays = tuple(arrays)
         self._attempts: dict[tuple[int, int], _Attempt] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="harvest-writer")
+        # Writers wait for it, and it for none of them.
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="harvest-opener")
         # Sealing waits for writers, so it must not take a writer's thread.
         self._sealers = ThreadPoolExecutor(SEALERS, thread_name_prefix="harvest-sealer")
         self._done: deque[Sealed | UnitFailure] = deque()
@@ -106,6 +117,7 @@ class Sink:
         self._bytes_lock = threading.Lock()
         self.written_bytes = 0
         self._copy_wait_s = self._write_s = self._seal_s = 0.0
+        self._n_sealed_files = 0
 
     @property
     def pending_bytes(self) -> int:
@@ -114,13 +126,21 @@ class Sink:
 
     @property
     def times(self) -> WorkerTimes:
-        """Seconds of the writer and sealing threads so far."""
+        """Seconds of the writer and sealing threads so far, and the files sealed."""
+        sealed_files = sum(state.writer.sealed_files for state in list(self._attempts.values()))
         with self._bytes_lock:
-            return WorkerTimes(copy_wait_s=self._copy_wait_s, write_s=self._write_s, seal_s=self._seal_s)
+            return WorkerTimes(
+                copy_wait_s=self._copy_wait_s,
+                write_s=self._write_s,
+                seal_s=self._seal_s,
+                n_sealed_files=self._n_sealed_files + sealed_files,
+            )
 
     def open_unit(self, unit: int, attempt: int) -> None:
-        """Begin an attempt."""
-        self._attempts[unit, attempt] = _Attempt(writer=self._open_writer(unit, attempt))
+        """Begin an attempt. Its files are opened in the background: that they cannot be is its failure."""
+        state = _Attempt(opening=self._opener.submit(self._open_writer, unit, attempt))
+        state.opening.add_done_callback(partial(_note_error, state))
+        self._attempts[unit, attempt] = state
 
     def submit(self, batch: StepBatch) -> None:
         """Queue the rows of one step."""
@@ -223,7 +243,8 @@ class Sink:
             return
         with self._bytes_lock:
             self._seal_s += time.perf_counter() - begun_s
-        self._attempts.pop((unit, attempt), None)
+            self._n_sealed_files += state.writer.sealed_files
+            self._attempts.pop((unit, attempt), None)
         self._done.append(Sealed(unit=unit, attempt=attempt, receipt=receipt))
 
     def _give_back_surplus(self, state: _Attempt, outcomes: Sequence[InvokeOutcome]) -> int:
@@ -255,6 +276,10 @@ class Sink:
         if state is None:
             return
         state.sealing = True
+        self._sealers.submit(self._drop, unit, attempt, state)
+
+    def _drop(self, unit: int, attempt: int, state: _Attempt) -> None:
+        """End an attempt once no thread is inside its writer any more."""
         with state.idle:
             state.idle.wait_for(lambda: state.pending == 0)
         self._finish(unit, attempt, state)
@@ -264,13 +289,12 @@ class Sink:
         for joiner in state.joiners.values():
             self._count_waiting(-joiner.n_bytes)
         state.joiners.clear()
-        state.writer.abort()
+        if state.opening.exception() is None:
+            state.writer.abort()
 
     def _fail(self, unit: int, attempt: int, state: _Attempt) -> None:
-        """Drop an attempt whose writer failed, once no thread is inside that writer any more."""
-        with state.idle:
-            state.idle.wait_for(lambda: state.pending == 0)
-        self._finish(unit, attempt, state)
+        """Drop an attempt whose writer failed."""
+        self._drop(unit, attempt, state)
         assert state.error is not None
         self._done.append(UnitFailure.of(unit, attempt, state.error))
 
@@ -287,10 +311,15 @@ class Sink:
 
     def close(self) -> None:
         """Wait for the threads; attempts in flight are aborted."""
+        self._opener.shutdown(wait=True)
         self._pool.shutdown(wait=True)
         self._sealers.shutdown(wait=True)
         for key, state in list(self._attempts.items()):
             self._finish(*key, state)
+
+
+def _note_error(state: _Attempt, opening: Future[UnitWriterLike]) -> None:
+    state.error = state.error or opening.exception()
 
 
 class UnitIncomplete(RuntimeError):
@@ -299,6 +328,8 @@ class UnitIncomplete(RuntimeError):
 
 class NullWriter:
     """Takes rows and keeps none: measures the path up to host memory."""
+
+    sealed_files = 0
 
     def write(self, array: str, row: int, data: NDArray[Any]) -> None:
         """Drop the rows."""

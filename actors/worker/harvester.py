@@ -253,7 +253,7 @@ class Harvester:
     # -- from the actor, between steps -----------------------------------------------------------------------------
 
     def begin_unit(self, unit: int, attempt: int) -> None:
-        """Open the attempt's staged files."""
+        """Begin the attempt: its staged files are opened in the background."""
         self._require_sink().open_unit(unit, attempt)
         self._in_flight.add((unit, attempt))
 

@@ -46,10 +46,9 @@ class MemoryWriter:
 
 def make_sink(writer, **changes):
     return Sink(
-        open_writer=lambda unit, attempt: writer,
         seal_writer=lambda writer, outcomes: "receipt",
         arrays=["a"],
-        **{"threads": 3, **changes},
+        **{"open_writer": lambda unit, attempt: writer, "threads": 3, **changes},
     )
 
 
@@ -159,3 +158,45 @@ def test_a_failed_attempt_is_aborted_after_its_writers_have_left():
     assert "No space left" in failure.message
     assert writer.aborted
     sink.close()
+
+
+def test_no_call_waits_for_a_slow_file_system():
+    """Opening hangs; the engine goes on, and its rows are counted as pending until they are written."""
+    release = threading.Event()
+    writer = MemoryWriter(20)
+
+    def open_slowly(unit, attempt):
+        release.wait(10)
+        return writer if unit == 0 else MemoryWriter(20)
+
+    sink = make_sink(writer, open_writer=open_slowly)
+    expected = np.arange(80, dtype=np.float32).reshape(-1, 4)
+    sink.open_unit(0, 1)
+    sink.open_unit(1, 1)
+    submit(sink, [(0, 20)], expected)
+    sink.abort(1, 1)
+    sink.seal(0, 1, [outcome(20)])
+    assert sink.poll() == []
+    assert sink.pending_bytes == expected.nbytes
+    release.set()
+    assert wait_for_result(sink).receipt == "receipt"
+    sink.close()
+    np.testing.assert_array_equal(writer.rows, expected)
+
+
+@pytest.mark.parametrize("with_rows", [False, True])
+def test_files_that_cannot_be_opened_fail_their_attempt(with_rows):
+    def refuse(unit, attempt):
+        raise PermissionError(13, "Permission denied")
+
+    sink = make_sink(None, open_writer=refuse)
+    sink.open_unit(0, 1)
+    if with_rows:
+        submit(sink, [(0, 10)], np.zeros((10, 4), np.float32))
+    failure = wait_for_result(sink)
+    assert isinstance(failure, UnitFailure)
+    assert "Permission denied" in failure.message
+    sink.seal(0, 1, [outcome(10)])  # the failure is said once
+    assert sink.poll() == []
+    sink.close()
+    assert sink.pending_bytes == 0
