@@ -80,6 +80,13 @@ class _Attempt:
         """Waits until its files are open; raises what opening them raised."""
         return self.opening.result()
 
+    @property
+    def sealed_files(self) -> int:
+        """Files of it that are sealed; waits for nothing."""
+        if not self.opening.done() or self.opening.exception() is not None:
+            return 0
+        return self.opening.result().sealed_files
+
 
 class Sink:
     """Writer threads over the attempts in flight.
@@ -127,13 +134,13 @@ class Sink:
     @property
     def times(self) -> WorkerTimes:
         """Seconds of the writer and sealing threads so far, and the files sealed."""
-        sealed_files = sum(state.writer.sealed_files for state in list(self._attempts.values()))
         with self._bytes_lock:
+            sealing = sum(state.sealed_files for state in list(self._attempts.values()))
             return WorkerTimes(
                 copy_wait_s=self._copy_wait_s,
                 write_s=self._write_s,
                 seal_s=self._seal_s,
-                n_sealed_files=self._n_sealed_files + sealed_files,
+                n_sealed_files=self._n_sealed_files + sealing,
             )
 
     def open_unit(self, unit: int, attempt: int) -> None:
@@ -243,7 +250,7 @@ class Sink:
             return
         with self._bytes_lock:
             self._seal_s += time.perf_counter() - begun_s
-            self._n_sealed_files += state.writer.sealed_files
+            self._n_sealed_files += state.sealed_files
             self._attempts.pop((unit, attempt), None)
         self._done.append(Sealed(unit=unit, attempt=attempt, receipt=receipt))
 

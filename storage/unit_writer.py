@@ -7,6 +7,7 @@ rank opens a writer for the arrays it owns, in the same folder.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +50,9 @@ class UnitWriter:
         self.layout = layout
         self.unit = unit
         self.attempt = attempt
+        self.sealed_files = 0
+        """Files that `seal` has closed so far; read by other threads while it works."""
+        self._sealed_lock = threading.Lock()
         self.folder = staging_folder(run.path if isinstance(run, RunFolder) else Path(run), unit, attempt)
         self._shard_numbers = layout.shards_of(unit)
         self._shards: dict[str, list[ShardWriter]] = {}
@@ -133,7 +137,7 @@ class UnitWriter:
         try:
             # Side by side, because a file system that syncs several files at once shares the work.
             with ThreadPoolExecutor(min(_SEALERS, max(1, len(todo)))) as pool:
-                files = list(pool.map(lambda item: _seal_file(*item, fsync=fsync), todo))
+                files = list(pool.map(lambda item: self._seal_file(*item, fsync=fsync), todo))
         except BaseException:
             self.abort()
             raise
@@ -182,6 +186,20 @@ class UnitWriter:
             self.layout.array(array)
             raise StorageError(f"This writer owns {', '.join(self._shards)}, not {array!r}.") from None
 
+    def _seal_file(self, array: str, number: int, shard: ShardWriter, *, fsync: bool) -> FileReceipt:
+        sealed = shard.seal(fsync=fsync)
+        with self._sealed_lock:
+            self.sealed_files += 1
+        return FileReceipt(
+            array=array,
+            shard=number,
+            file_bytes=sealed.file_bytes,
+            rows=sealed.rows,
+            chunk_crcs=sealed.chunk_crcs,
+            index_crc=sealed.index_crc,
+            mask_crc=sealed.mask_crc,
+        )
+
     def _check_rows(self, expected_rows: int | None) -> None:
         counts = {array: self.written(array) for array in self._shards}
         if expected_rows is not None:
@@ -193,19 +211,6 @@ class UnitWriter:
         differ = [array for array in masks if first is not None and masks[array] != masks[first]]
         if differ:
             raise RowError(f"Unit {self.unit}: {', '.join(differ)} holds other rows than {first}.")
-
-
-def _seal_file(array: str, number: int, shard: ShardWriter, *, fsync: bool) -> FileReceipt:
-    sealed = shard.seal(fsync=fsync)
-    return FileReceipt(
-        array=array,
-        shard=number,
-        file_bytes=sealed.file_bytes,
-        rows=sealed.rows,
-        chunk_crcs=sealed.chunk_crcs,
-        index_crc=sealed.index_crc,
-        mask_crc=sealed.mask_crc,
-    )
 
 
 def as_stored(spec: ArraySpec, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -21,6 +21,8 @@ from actors.worker.segments import Segments
 class MemoryWriter:
     """Keeps rows in memory; counts writes."""
 
+    sealed_files = 0
+
     def __init__(self, n_rows: int) -> None:
         self.rows = np.full((n_rows, 4), -1.0, np.float32)
         self.writes: list[tuple[int, int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from storage.errors import FormatError, RowError, StorageError
 from storage.format import LocationSpec
 from storage.run_folder import RunFolder
+from storage.shard import ShardReceipt, ShardWriter
 from storage.testing import ScriptedRun
 from storage.unit_writer import UnitWriter
 
@@ -129,6 +131,23 @@ def test_seal_wants_the_same_rows_everywhere(writer: UnitWriter) -> None:
         writer.seal()
     writer.clear("acts/f", 5, 1)
     assert {file.rows for file in writer.seal(expected_rows=5).files} == {5, 0}
+
+
+def test_sealed_files_count_one_by_one(writer: UnitWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tells a slow disk from one that takes nothing."""
+    fill(writer, 5)
+    seal, seen, one_at_a_time = ShardWriter.seal, [], threading.Lock()
+
+    def look_and_seal(shard: ShardWriter, *, fsync: bool) -> ShardReceipt:
+        with one_at_a_time:
+            seen.append(writer.sealed_files)
+            return seal(shard, fsync=fsync)
+
+    monkeypatch.setattr(ShardWriter, "seal", look_and_seal)
+    files = writer.seal(expected_rows=5).files
+    assert writer.sealed_files == len(files) == len(seen)
+    assert seen[0] == 0
+    assert max(seen) > 0
 
 
 def test_cleared_rows_are_holes_again(writer: UnitWriter) -> None:
