@@ -18,6 +18,7 @@ import torch
 
 from actors.worker.blocks import runner
 from actors.worker.blocks.graph_recording import RecordingError
+from actors.worker.blocks.layer_graphs import _why_not
 from harvest import VLLM, BlockError
 from tests.blocks.conftest import CPU
 from tests.blocks.tape import TapeRecorder
@@ -208,3 +209,14 @@ def test_a_layer_whose_recording_fails_runs_module_by_module_with_what_it_was_gi
             layer.refusal = ""
     for result, wanted in zip(got, expected, strict=True):
         torch.testing.assert_close(result.value, wanted.value, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_are_not_recorded_say_why(model: Any) -> None:
+    decoder = model.engine.module_tree().model
+    layer = decoder.layers[0]
+    attention = layer.self_attn.attn
+    assert _why_not(layer, [decoder], frozenset([id(attention)])) == ""
+    assert _why_not(layer, [], frozenset([id(attention)])) == "vLLM does not compile this model"
+    assert _why_not(layer, [decoder], frozenset()) == "it has no attention"
+    twice = frozenset([id(attention), id(layer.mlp)])
+    assert _why_not(layer, [decoder], twice) in ("it has Attention, Qwen3MLP", "it has Qwen3MLP, Attention")

@@ -87,9 +87,11 @@ class LayerGraphs:
             self._copied[address] = value
         static[: self.n_rows].copy_(value)
 
-    def add_layer(self, sites: ModuleSites, inner: Sequence[ModuleSites]) -> LayerGraph:
-        """Record the layer at `sites`, whose inner modules are at `inner`."""
+    def add_layer(self, sites: ModuleSites, inner: Sequence[ModuleSites], around: Sequence[nn.Module]) -> LayerGraph:
+        """Record the layer at `sites`, whose inner modules are at `inner`, and which is inside the modules `around`."""
         layer = self._layers[sites.path] = LayerGraph(self, sites, inner)
+        if self.recorder is not None:
+            layer.refusal = _why_not(sites.module, around, self.contextual)
         return layer
 
     def close(self) -> None:
@@ -133,7 +135,8 @@ class LayerGraph:
 
     def __init__(self, graphs: LayerGraphs, sites: ModuleSites, inner: Sequence[ModuleSites]) -> None:
         self.path = sites.path
-        self.refusal = _why_not(sites.module, graphs.contextual) if graphs.recorder is not None else ""
+        self.refusal = ""
+        """Why it always runs as it is; empty: it does not."""
         self._graphs = graphs
         self._sites = sites
         self._inner = inner
@@ -243,8 +246,11 @@ class LayerGraph:
         self._graphs.outputs |= {(self._graphs.bucket, tensor.data_ptr()): tensor for tensor in outputs}
 
 
-def _why_not(layer: nn.Module, contextual: frozenset[int]) -> str:
+def _why_not(layer: nn.Module, around: Sequence[nn.Module], contextual: frozenset[int]) -> str:
     """Why a layer is not recorded, empty when it can be: it has to be one attention between dense arithmetic."""
+    # vLLM's own mark on what it compiles and captures: its Python code depends on shapes alone.
+    if not any(hasattr(module, "do_not_compile") for module in (layer, *around)):
+        return "vLLM does not compile this model"
     found = [module for module in layer.modules() if id(module) in contextual]
     # Attention is cut out of the recording where it is called as an operation; nothing else is.
     if len(found) != 1 or getattr(found[0], "use_direct_call", True):

@@ -84,7 +84,8 @@ def install_sites(model: nn.Module, runtime: BlockRuntime) -> dict[str, ModuleSi
     for path, sites in by_path.items():
         if path and _layer_of(path) == path == sites.path:
             inner = [each for name, each in by_path.items() if name.startswith(f"{path}.")]
-            sites.graph = runtime.graphs.add_layer(sites, inner)
+            around = [each.module for name, each in by_path.items() if path.startswith(f"{name}." if name else "")]
+            sites.graph = runtime.graphs.add_layer(sites, inner, around)
     return by_path
 
 
