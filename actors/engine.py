@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+import ray
+
 from actors.feeder import Feeder, LlmLike, PlannedInvoke, read_planned
 from actors.origin import check_origin
+from actors.processes import ProcessId, end_tree, own_process
 from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
 from storage.plan_files import PlanReader
 
@@ -66,7 +69,7 @@ class EngineActor:
             traceback.print_exc()
             # The futures carry the error to the driver; let the replies leave before the process ends.
             time.sleep(2.0)
-            _end_process()
+            end_tree(psutil.Process())
 
     def _read_unit(self, unit: int) -> Iterator[PlannedInvoke]:
         return read_planned(self._plan, unit, unit_rows=self._spec.layout.unit_rows)
@@ -81,6 +84,10 @@ class EngineActor:
         self._heard_s = time.monotonic()
         return self._feeder.stats if self._feeder is not None else EngineStats(pid=os.getpid())
 
+    async def process(self) -> ProcessId:
+        """Which process this is, for when it no longer answers."""
+        return own_process(ray.get_runtime_context().get_node_id())
+
     async def stop(self) -> None:
         """Shut the engine down in order."""
         if self._feeder is not None:
@@ -90,16 +97,4 @@ class EngineActor:
         while True:
             time.sleep(_PARENT_CHECK_S)
             if os.getppid() != self._parent_pid or time.monotonic() - self._heard_s > DRIVER_SILENCE_S:
-                _end_process()
-
-
-def _end_process() -> None:
-    """End this process and the ranks it started; nothing polite works when a rank hangs."""
-    import psutil
-
-    for child in psutil.Process().children(recursive=True):
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            continue
-    os.kill(os.getpid(), signal.SIGKILL)
+                end_tree(psutil.Process())

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.processes import ProcessId
 from actors.profile import EngineProfile
 from actors.selection import Selection
 from storage.format import StoreLayout
@@ -175,7 +176,11 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Counters, at once."""
+        """Counters, at once; never answered by the thread that steps the engine, which may hang."""
+        ...
+
+    def process(self) -> ProcessId:
+        """Which process this is, for when it no longer answers."""
         ...
 
     def drain(self) -> None:
