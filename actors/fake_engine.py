@@ -26,6 +26,7 @@ from actors.sink import Sink, StepBatch
 from actors.worker.llm import Finished, Request
 from actors.worker.rows import Registration, RowBook
 from actors.worker.step import StepRows
+from storage.commit import ATTEMPTS
 from storage.unit_writer import UnitWriter
 
 
@@ -37,6 +38,8 @@ class Script:
     """SIGKILL this process when one of these invokes is in a step."""
     hang_on: frozenset[int] = frozenset()
     """Never return from a step with one of these."""
+    hang_attempts: int | None = None
+    """Hang in so many attempts at a unit and not in later ones; None: in all."""
     raise_on: frozenset[int] = frozenset()
     """Raise out of a step with one of these."""
     step_s: float = 0.0
@@ -101,7 +104,7 @@ class ScriptedLlm:
             if count:
                 batch.append((request, first, count))
                 left -= count
-        self._misbehave({request.harvest["invoke"] for request, _, _ in batch})
+        self._misbehave([request.harvest for request, _, _ in batch])
         self._take(batch)
         finished = []
         for request, first, count in batch:
@@ -115,10 +118,13 @@ class ScriptedLlm:
         self._queue = [request for request in self._queue if request.request_id not in ended]
         return finished
 
-    def _misbehave(self, invokes: set[int]) -> None:
+    def _misbehave(self, harvests: list[dict[str, Any]]) -> None:
+        invokes = {harvest["invoke"] for harvest in harvests}
         if invokes & self._script.die_on:
             os.kill(os.getpid(), signal.SIGKILL)
-        while invokes & self._script.hang_on:
+        limit = self._script.hang_attempts
+        hanging = {x["invoke"] for x in harvests if limit is None or x["attempt"] % ATTEMPTS <= limit}
+        while hanging & self._script.hang_on:
             time.sleep(1)
         if invokes & self._script.raise_on:
             raise RuntimeError(f"scripted failure on invokes {sorted(invokes & self._script.raise_on)}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -274,9 +275,24 @@ class LimitsConfig(Section):
     attempts: int = Field(default=3, gt=0)
     """Attempts for a unit before the run stops with its error."""
     engine_restarts: int = Field(default=5, ge=0)
-    """Engine deaths without a commit in between before the run stops."""
+    """Engine deaths without a commit in between before the run stops; one that is given up counts as dead."""
+    stall_s: float | Literal["never"] = 900.0
+    """Seconds, at least 5, after which an engine that holds units and makes no progress (no token, row, step, written
+    byte or sealed file, or no answer at all) is given up and replaced. Longer than the longest step and the longest
+    `fsync` of a shard file. "never" waits for ever."""
     disk_reserve_bytes: int = Field(default=1024**3, ge=0)
     """Free space that must remain on the store's disk after the predicted bytes."""
+
+    @field_validator("stall_s", mode="before")
+    @classmethod
+    def _stall_is_seen(cls, value: Any) -> Any:
+        if value is None or value == "never":
+            return "never"  # TOML has no null
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Engines are asked for their counters once a second: less would take an engine that works for a stalled one.
+        if not is_number or not 5 <= value < math.inf:
+            raise ValueError(f'stall_s must be a number of seconds, at least 5, or "never", not {value!r}')
+        return value
 
 
 class RunConfig(Section):

@@ -21,9 +21,10 @@ from harvest.commits import suspicious_rows
 from harvest.config import RunConfig
 from harvest.errors import RunError
 from harvest.events import EventLog
-from harvest.pool import EngineLost, EnginePool, EngineReady, PoolEvent, UnitEnded
+from harvest.pool import EngineAnswered, EngineLost, EnginePool, EngineReady, PoolEvent, UnitEnded
 from harvest.run_profile import RunProfile
 from harvest.scheduler import Scheduler
+from harvest.stalls import StallWatch
 from storage.commit import Committer
 from storage.unit_writer import UnitReceipt
 
@@ -57,6 +58,8 @@ class Driver:
             max_engine_losses=config.limits.engine_restarts,
             units_in_flight=config.engine.units_in_flight,
         )
+        stall_s = config.limits.stall_s
+        self._stalls = StallWatch(None if stall_s == "never" else stall_s)
         self._asked_s = 0.0
         self._spawned_s: dict[str, float] = {}
         self._start_s: dict[str, float] = {}
@@ -137,6 +140,9 @@ class Driver:
             self._stats |= stats
             self._report_progress(stats)
         self._settle(pool.wait(TICK_S), pool)
+        if stalls := self._stalls.look(time.monotonic(), self._scheduler.leases):
+            for lost in pool.give_up({stall.engine: stall.reason for stall in stalls}):
+                self._lose(lost, pool)
 
     def _settle(self, happened: list[PoolEvent], pool: EnginePool) -> None:
         receipts: list[tuple[str, Receipt]] = []
@@ -145,6 +151,8 @@ class Driver:
                 case EngineReady(engine=engine, stats=stats):
                     self._start_s[engine] = time.monotonic() - self._spawned_s[engine]
                     self._events.emit("engine_ready", engine=engine, pid=stats.pid, compute_dtype=stats.compute_dtype)
+                case EngineAnswered(engine=engine, stats=stats):
+                    self._stalls.hear(engine, stats)
                 case EngineLost():
                     self._lose(event, pool)
                 case UnitEnded(engine=engine, result=Receipt() as receipt):
@@ -190,7 +198,13 @@ class Driver:
 
     def _lose(self, lost: EngineLost, pool: EnginePool) -> None:
         leases = self._scheduler.lose_engine(lost.engine, lost.reason)
-        self._events.emit("engine_lost", engine=lost.engine, reason=lost.reason, units=[lease.unit for lease in leases])
+        self._events.emit(
+            "engine_lost",
+            engine=lost.engine,
+            reason=lost.reason,
+            stalled=lost.stalled,
+            units=[lease.unit for lease in leases],
+        )
         self._start_s.setdefault(lost.engine, time.monotonic() - self._spawned_s[lost.engine])
         if self._scheduler.stop is None:
             self._fill(pool)

@@ -16,10 +16,15 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine import EngineActor
 from actors.origin import package_origin
+from actors.processes import ProcessId, end_process
 from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
+
+# How long a node may take to end an engine of its own.
+END_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +43,16 @@ class EngineLost:
     reason: str
     started: bool
     """False when it died before it was ready."""
+    stalled: bool = False
+    """It was given up while its process lived."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineAnswered:
+    """An engine has told its counters."""
+
+    engine: str
+    stats: EngineStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +64,14 @@ class UnitEnded:
     result: Receipt | UnitFailure
 
 
-PoolEvent = EngineReady | EngineLost | UnitEnded
+PoolEvent = EngineReady | EngineAnswered | EngineLost | UnitEnded
 
 
 @dataclass(kw_only=True, slots=True)
 class _Member:
     handle: Any
+    process: Any
+    """Ref of its `ProcessId`."""
     ready: bool = False
 
 
@@ -109,8 +126,8 @@ class EnginePool:
                 )
                 .remote(self._spec, self._origin)
             )
-            self._members[name] = _Member(handle=handle)
             self._starting[handle.start.remote()] = name
+            self._members[name] = _Member(handle=handle, process=handle.process.remote())
             spawned.append(name)
         return spawned
 
@@ -162,7 +179,29 @@ class EnginePool:
         if running is not None:
             return UnitEnded(engine=name, lease=running[1], result=value)
         self._stats[name] = value
-        return None
+        return EngineAnswered(engine=name, stats=value)
+
+    def give_up(self, reasons: Mapping[str, str]) -> list[EngineLost]:
+        """End engines whose processes live but do not work, with the ranks that they started.
+
+        Args:
+            reasons: why, of each engine.
+        """
+        members = {name: self._members.pop(name) for name in reasons}
+        self._stats = {name: stats for name, stats in self._stats.items() if name not in members}
+        # Calls to a process that cannot be reached may never end; nobody waits for them any more.
+        self._asked = {ref: name for ref, name in self._asked.items() if name not in members}
+        self._running = {ref: held for ref, held in self._running.items() if held[0] not in members}
+        # All at once: while the driver waits, the engines that work hear nothing of it.
+        ends = [end for member in members.values() for end in _end_on_its_node(member)]
+        if ends:
+            ray.wait(ends, num_returns=len(ends), timeout=END_S)
+        for member in members.values():
+            ray.kill(member.handle)
+        return [
+            EngineLost(engine=name, reason=reasons[name], started=member.ready, stalled=True)
+            for name, member in members.items()
+        ]
 
     def _lose(self, name: str, error: BaseException) -> EngineLost:
         member = self._members.pop(name)
@@ -212,6 +251,17 @@ def count_room(nodes: Iterable[Mapping[str, Any]], *, cpus: float, gpus: float, 
         if node["Alive"]:
             room += min((math.floor(node["Resources"].get(name, 0) / amount) for name, amount in needs), default=most)
     return min(room, most)
+
+
+def _end_on_its_node(member: _Member) -> list[Any]:
+    """Ref of the end of an engine that was ready: `ray.kill` asks the actor first, and may leave its ranks behind."""
+    try:
+        process: ProcessId = ray.get(member.process, timeout=0)
+    except RayError:
+        return []  # the actor is dead by now
+    on_its_node = NodeAffinitySchedulingStrategy(node_id=process.node, soft=False)
+    end = ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=on_its_node)
+    return [end.remote(process)]
 
 
 def _first_lines(error: BaseException) -> str:

@@ -71,7 +71,8 @@ class ProgressView:
             case "progress":
                 self._sample(record["n_tokens"], record["written_bytes"])
             case "engine_lost":
-                self._say(f"[yellow]{record['engine']} died:[/] {escape(record['reason'])}; its units run again")
+                what = "was given up" if record.get("stalled") else "died"
+                self._say(f"[yellow]{record['engine']} {what}:[/] {escape(record['reason'])}; its units run again")
             case "unit_failed":
                 self._say(f"[yellow]unit {record['unit']} failed:[/] {escape(record['error'])}")
             case "few_engines":

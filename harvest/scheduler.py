@@ -73,6 +73,14 @@ class Scheduler:
         """Units that wait for a lease."""
         return len(self._pending)
 
+    @property
+    def leases(self) -> dict[str, frozenset[Lease]]:
+        """The live leases of each engine that has any."""
+        held: dict[str, set[Lease]] = {}
+        for lease, engine in self._leased.items():
+            held.setdefault(engine, set()).add(lease)
+        return {engine: frozenset(leases) for engine, leases in held.items()}
+
     def drain(self) -> None:
         """Lease nothing more."""
         self._draining = True

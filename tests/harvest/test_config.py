@@ -39,6 +39,21 @@ def test_missing_sections_and_bad_values_are_named():
         parse_config({**MINIMAL, "capture": {"locations": ["a"], "rows": {"source": "generated"}}})
 
 
+@pytest.mark.parametrize("value", [0, 4.9, -1, True, "soon", float("inf"), float("nan"), [900]])
+def test_a_stall_that_nobody_could_tell_is_refused(value):
+    with pytest.raises(ConfigError, match='"limits.stall_s": stall_s must be a number .* at least 5, or "never", not'):
+        parse_config({**MINIMAL, "limits": {"stall_s": value}})
+
+
+@pytest.mark.parametrize(("value", "meant"), [(5, 5.0), (1e6, 1e6), ("never", "never"), (None, "never")])
+def test_a_stall_may_take_its_time_or_for_ever(value, meant):
+    config = parse_config({**MINIMAL, "limits": {"stall_s": value}})
+    assert config.limits.stall_s == meant
+    # As the run folder keeps it.
+    assert parse_config(config.model_dump(mode="json", exclude_none=True)) == config
+    assert config.content_hash() == parse_config(MINIMAL).content_hash()
+
+
 def test_overrides_reach_nested_keys_and_unknown_ones_are_refused(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text('[model]\nname="m"\n[dataset]\npath="d"\n[capture]\nlocations=["a"]\n[store]\npath="o"\n')
@@ -46,6 +61,7 @@ def test_overrides_reach_nested_keys_and_unknown_ones_are_refused(tmp_path):
     assert config.capture.generation.max_tokens == 5
     assert config.model.name == "other"
     assert config.engine.vllm == {"max_num_seqs": 7}
+    assert load_config(path, ["limits.stall_s=never"]).limits.stall_s == "never"
     with pytest.raises(ConfigError, match="did you mean"):
         load_config(path, ["engine.cuont=5"])
     with pytest.raises(ConfigError, match="not of the form"):

@@ -113,11 +113,13 @@ def test_errors_are_shown_as_they_are():
         view = ProgressView(console, n_tokens=10, n_committed_tokens=0)
         view({"event": "unit_failed", "unit": 1, "error": f"first {MARKUP}"})
         view({"event": "engine_lost", "engine": "engine-0", "reason": f"second {MARKUP}"})
+        view({"event": "engine_lost", "engine": "engine-1", "reason": f"third {MARKUP}", "stalled": True})
         view({"event": "few_engines", "room": 1, "count": 2})
 
     text = shown(show)
     assert f"unit 1 failed: first {MARKUP}\n" in text
     assert f"engine-0 died: second {MARKUP}; its units run again" in text
+    assert f"engine-1 was given up: third {MARKUP}; its units run again" in text
     assert "room for 1 of 2 engines" in text
 
 

@@ -91,6 +91,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(set(leased)) == len(leased)
             assert not self.committed & (self.pending | set(leased))
             assert self.scheduler.n_pending == len(self.pending)
+            held = {(lease, engine) for engine, leases in self.scheduler.leases.items() for lease in leases}
+            assert held == set(self.live.items())
+            assert all(self.scheduler.leases.values())
             assert self.scheduler.finished == (not self.pending and not self.live)
             assert self.scheduler.n_committed == len(self.committed)
 
