@@ -47,6 +47,7 @@ help:
 
 env: $(STAMP)
 
+# Every engine is a process that imports vLLM, which takes two to three times as long without compiled bytecode.
 # The vLLM build for CPUs wants a `+cpu` build of torch. Where no configured place has one, uv's own setting finds it.
 $(STAMP): pyproject.toml
 	@for python in $(PYTHON) python3.13 python3.12 python3.11; do \
@@ -55,7 +56,7 @@ $(STAMP): pyproject.toml
 	if [ -z "$$python" ]; then echo "Harvest needs Python 3.11 to 3.14 and finds none. Try: make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
 	test -x $(BIN)/python || $$python -m venv $(VENV)
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
-	@install=( $(BIN)/uv pip install --python $(BIN)/python --editable '.[$(EXTRAS)]' ); \
+	@install=( $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --editable '.[$(EXTRAS)]' ); \
 	if ! "$${install[@]}" --quiet --dry-run 2>/dev/null; then install+=( --torch-backend $(if $(findstring gpu,$(EXTRAS)),auto,cpu) ); fi; \
 	echo "$${install[*]}"; "$${install[@]}"
 	@rm -f $(VENV)/.harvest-env-*
