@@ -1,9 +1,8 @@
 """EngineActor: the Ray actor that owns one vLLM engine.
 
 The engine runs in a thread of its own (`Feeder`), so that pings and statistics are answered during a step. The actor
-ends
-itself when the engine breaks (an error would otherwise leave a live actor with a dead engine) and when the process that
-started it is gone: no engine outlives its driver.
+ends itself when the engine breaks (an error would otherwise leave a live actor with a dead engine) and when the process
+that started it is gone, or its driver silent: no engine outlives its driver.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from actors.processes import ProcessId, end_tree, own_process
 from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
 from storage.plan_files import PlanReader
 
-# A driver asks for statistics each second; silence of this length means that it is gone or cut off.
-DRIVER_SILENCE_S = 120.0
 _PARENT_CHECK_S = 1.0
 
 
@@ -80,21 +77,20 @@ class EngineActor:
         return await asyncio.wrap_future(self._feeder.submit(lease))
 
     async def stats(self) -> EngineStats:
-        """Counters, at once; also tells the actor that its driver lives."""
-        self._heard_s = time.monotonic()
+        """Counters, at once."""
         return self._feeder.stats if self._feeder is not None else EngineStats(pid=os.getpid())
+
+    async def hear(self) -> None:
+        """The driver lives."""
+        self._heard_s = time.monotonic()
 
     async def process(self) -> ProcessId:
         """Which process this is, for when it no longer answers."""
         return own_process(ray.get_runtime_context().get_node_id())
 
-    async def stop(self) -> None:
-        """Shut the engine down in order."""
-        if self._feeder is not None:
-            self._feeder.stop()
-
     def _watch(self) -> None:
         while True:
             time.sleep(_PARENT_CHECK_S)
-            if os.getppid() != self._parent_pid or time.monotonic() - self._heard_s > DRIVER_SILENCE_S:
+            silence_s = time.monotonic() - self._heard_s
+            if os.getppid() != self._parent_pid or silence_s > self._spec.driver_silence_s:
                 end_tree(psutil.Process())

@@ -54,6 +54,8 @@ class EngineSpec:
     """Mean length of the run's prompts; decides how many requests make a full step. 0: not known."""
     stop_early: bool = True
     """Stop the forward after the last wanted layer, where nothing later is needed."""
+    driver_silence_s: float = 120.0
+    """An engine that hears nothing of its driver for so long ends itself: the driver is gone or cut off."""
     fake: dict[str, Any] | None = None
     """Fields of `actors.fake_engine.Script`: run the scripted engine instead of vLLM."""
     null_sink: bool = False
@@ -183,6 +185,6 @@ class Engine(Protocol):
         """Which process this is, for when it no longer answers."""
         ...
 
-    def drain(self) -> None:
-        """Take no further units; finish those in flight."""
+    def hear(self) -> None:
+        """The driver lives."""
         ...

@@ -22,7 +22,10 @@ from actors.engine import EngineActor
 from actors.origin import package_origin
 from actors.processes import ProcessId, end_process
 from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
+from harvest.heartbeat import Heartbeat
 
+# How often engines hear of the driver in the time after which they give it up.
+BEATS_IN_SILENCE = 6
 # How long a node may take to end an engine of its own.
 END_S = 30.0
 
@@ -97,6 +100,11 @@ class EnginePool:
         self._asked: dict[Any, str] = {}
         self._stats: dict[str, EngineStats] = {}
         self._generation = 0
+        self._heartbeat = Heartbeat(self._tell_alive, interval_s=spec.driver_silence_s / BEATS_IN_SILENCE)
+
+    def _tell_alive(self) -> None:
+        for member in list(self._members.values()):
+            member.handle.hear.options(num_returns=0).remote()
 
     @property
     def ready(self) -> list[str]:
@@ -231,6 +239,7 @@ class EnginePool:
 
     def close(self) -> None:
         """End all engines."""
+        self._heartbeat.stop()
         for member in self._members.values():
             ray.kill(member.handle)
         self._members.clear()

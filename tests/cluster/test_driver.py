@@ -7,10 +7,14 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
+import psutil
 import pytest
 
 from harvest.errors import RunError
+from harvest.pool import EngineLost, EnginePool
+from storage.commit import Committer
 from storage.ledger import read_ledger
 from storage.verify import verify
 from tests.chaos.drive import drive, make_config, make_scripted_run, make_spec
@@ -65,6 +69,43 @@ def test_a_cluster_without_room_for_engines_is_told(ray_cluster, tmp_path):
     engine = config.engine.model_copy(update={"cpus": 5})
     assert drive(run, config.model_copy(update={"engine": engine}), make_spec(run)), "one engine does it all"
     assert [(event["room"], event["count"]) for event in events_of(run, "few_engines")] == [(1, 2)]
+
+
+def test_engines_outlive_a_commit_that_takes_longer_than_a_gone_driver_may_be_silent(
+    ray_cluster, tmp_path, monkeypatch
+):
+    run = make_scripted_run(tmp_path / "run", n_units=4)
+    publish = Committer.publish
+    held: list[None] = []
+
+    def publish_slowly(self, receipts):
+        if not held:
+            held.append(time.sleep(6))
+        return publish(self, receipts)
+
+    monkeypatch.setattr(Committer, "publish", publish_slowly)
+    assert drive(run, make_config(run), replace(make_spec(run), driver_silence_s=2.0))
+    assert held
+    assert not events_of(run, "engine_lost")
+
+
+def test_an_engine_without_a_driver_ends_itself(ray_cluster, tmp_path):
+    run = make_scripted_run(tmp_path / "run", n_units=2)
+    pool = EnginePool(replace(make_spec(run), driver_silence_s=2.0), count=1, cpus=0)
+    try:
+        [name] = pool.fill()
+        while not pool.ready:
+            pool.wait(0.1)
+        pool._heartbeat.stop()
+        pids = [stats.pid for stats in pool.final_stats(5).values()]
+        events: list[EngineLost] = []
+        while not events:
+            events = [event for event in pool.wait(0.1) if isinstance(event, EngineLost)]
+            pool.ask_stats()
+        assert [event.engine for event in events] == [name]
+        assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+    finally:
+        pool.close()
 
 
 def test_a_failing_engine_reports_its_own_error(ray_cluster, tmp_path):
