@@ -18,6 +18,8 @@ import psutil
 import ray
 
 from actors.feeder import Feeder, LlmLike, PlannedInvoke, read_planned
+from actors.lora import read_adapter
+from actors.model_files import check_model
 from actors.origin import check_origin
 from actors.processes import ProcessId, end_tree, own_process
 from actors.protocol import EngineSpec, EngineStats, Lease, Receipt, UnitFailure
@@ -48,6 +50,9 @@ class EngineActor:
         return self._feeder.stats
 
     def _make_llm(self) -> LlmLike:
+        check_model(self._spec.model, self._spec.model_sha256)
+        if self._spec.lora is not None:
+            read_adapter(self._spec.lora).check(self._spec.lora_sha256)
         if self._spec.fake is not None:
             from actors.fake_engine import Script, ScriptedLlm
 

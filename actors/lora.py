@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,21 @@ class Adapter:
             while block := file.read(1 << 22):
                 digest.update(block)
         return digest.hexdigest()
+
+    def check(self, planned: str | None) -> None:
+        """Refuse an adapter that is not the planned one.
+
+        Args:
+            planned: its fingerprint when the run was planned; None: unknown, anything goes.
+
+        Raises:
+            AdapterError: says which, where, and what to do.
+        """
+        if planned is not None and self.fingerprint() != planned:
+            raise AdapterError(
+                f"the LoRA adapter {self.name} is not the one that the run was planned for: its bytes are others on "
+                f"{os.uname().nodename}. Bring the old one back, or plan a new run under another store.path"
+            )
 
     def engine_arguments(self) -> dict[str, Any]:
         """The arguments of `vllm.EngineArgs` that make room for this adapter and no other."""

@@ -44,6 +44,10 @@ class EngineSpec:
     trust_remote_code: bool = False
     tokenizer: str | None = None
     revision: str | None = None
+    model_sha256: str | None = None
+    """`actors.model_files.fingerprint_model` of the planned model; None: not checked."""
+    lora_sha256: str | None = None
+    """The planned adapter's fingerprint; None: not checked."""
     lora: str | None = None
     """Folder or Hugging Face id of the adapter that is applied to every prompt."""
     vllm: dict[str, Any] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """What decides an answer of `actors.locations_probe`, as one key; None where that cannot be told from local files.
 
 A thing too many in the key costs a probe, a thing too few a wrong plan. So all that may matter is in it, and what lies
-elsewhere or is code (a hub id, remote code, GGUF, a second model, packages without a version) has no key. The model's
-path is not in it: equal folders are one model.
+elsewhere or is code (a hub id without a commit, remote code, GGUF, a second model, packages without a version) has no
+key. The model's path is not in it: equal folders are one model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def answer_key(question: str, model: str, names: Sequence[str], engine_args: Map
 
     Args:
         question: which of the probe's functions is meant.
-        model: as for the probe; only a local folder has a key.
+        model: as for the probe; a local folder has a key, and a Hugging Face id at a commit.
         names: as for the probe.
         engine_args: as for the probe.
     """
@@ -71,7 +72,7 @@ def answer_key(question: str, model: str, names: Sequence[str], engine_args: Map
             "question": question,
             "names": list(names),
             "arguments": arguments,
-            "model": _model_files(Path(model)),
+            "model": _model_files(Path(model)) if Path(model).exists() else _commit(model, arguments),
             "sources": _source_files(),
             "packages": _packages(),
             "python": [sys.implementation.name, platform.python_version()],
@@ -97,6 +98,14 @@ def _texts(value: Any) -> Iterator[str]:
         yield from (text for part in value.values() for text in _texts(part))
     elif isinstance(value, list | tuple):
         yield from (text for part in value for text in _texts(part))
+
+
+def _commit(model: str, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """A Hugging Face id at a commit, whose files never change."""
+    revision = arguments.get("revision")
+    if not isinstance(revision, str) or not re.fullmatch("[0-9a-f]{40}", revision):
+        raise _Unknown
+    return {"id": model, "commit": revision}
 
 
 def _model_files(folder: Path) -> dict[str, str]:

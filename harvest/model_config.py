@@ -27,6 +27,8 @@ class ModelFacts:
     """Longest sequence in tokens."""
     n_vocabulary: int | None
     """Token ids are below this number; None where the config does not say."""
+    commit: str | None
+    """Of a Hugging Face id: what its revision stands for now. None for a local folder."""
 
 
 def read_model_facts(model: str, *, trust_remote_code: bool, revision: str | None) -> ModelFacts:
@@ -36,13 +38,17 @@ def read_model_facts(model: str, *, trust_remote_code: bool, revision: str | Non
         ConfigError: there is no readable config.
     """
     path = Path(model) / "config.json"
+    commit = None
     try:
         if path.is_file():
             config = json.loads(path.read_text(encoding="utf-8"))
         else:
             from transformers import PretrainedConfig
+            from transformers.utils.hub import cached_file, extract_commit_hash
 
             config, _ = PretrainedConfig.get_config_dict(model, revision=revision, trust_remote_code=trust_remote_code)
+            # The file is in the hub's cache now, in a folder that is named after the commit.
+            commit = extract_commit_hash(cached_file(model, "config.json", revision=revision), None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the config of model {model} cannot be read: {error}") from error
     # Multimodal models keep the language model's numbers in a section of their own.
@@ -50,7 +56,14 @@ def read_model_facts(model: str, *, trust_remote_code: bool, revision: str | Non
     return ModelFacts(
         max_length=_first_int(texts, _LENGTH_KEYS) or DEFAULT_MAX_LENGTH,
         n_vocabulary=_first_int(texts, ("vocab_size",)),
+        commit=commit,
     )
+
+
+def planned_revision(run: dict[str, Any]) -> str | None:
+    """Of the model in `run.json`: the commit that a run is pinned to, or what the configuration asks for."""
+    revision: str | None = run.get("revision", run["content"]["model"]["revision"])
+    return revision
 
 
 # What vLLM's server would take from generation_config.json; a harvest takes these from its own configuration only.

@@ -52,6 +52,7 @@ def make_selection(config: RunConfig, tokenizer: TokenizerInfo) -> Selection:
 def read_invokes(
     config: RunConfig,
     model: str,
+    revision: str | None,
     dataset: Dataset,
     max_length: int,
     n_vocabulary: int | None,
@@ -62,6 +63,7 @@ def read_invokes(
     Args:
         config: of the run.
         model: its resolved name or folder.
+        revision: of a Hugging Face id.
         dataset: the records.
         max_length: tokens of a sequence, generated ones included.
         n_vocabulary: ids that the model knows, None where that is not known.
@@ -73,7 +75,7 @@ def read_invokes(
     max_tokens = config.capture.generation.max_tokens
     source = TokenizerSource(
         name=config.model.tokenizer or model,
-        revision=config.model.revision if config.model.tokenizer is None else None,
+        revision=revision if config.model.tokenizer is None else None,
         trust_remote_code=config.model.trust_remote_code,
     )
     ids: list[int] = []

@@ -20,6 +20,7 @@ import tomli_w
 from actors.location_errors import LocationError
 from actors.locations_probe import ProbeError
 from actors.lora import Adapter, AdapterError, read_adapter
+from actors.model_files import fingerprint_model
 from actors.worker.llm import EngineArgumentError, check_engine_arguments
 from harvest.config import RunConfig
 from harvest.dataset import Dataset, Problem, open_dataset
@@ -51,15 +52,17 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
     needs_weights = config.engine.vllm.get("load_format") != "dummy"
     model = resolve_model(config.model.name, needs_weights=needs_weights)
     facts = read_model_facts(model, trust_remote_code=config.model.trust_remote_code, revision=config.model.revision)
+    # A branch may move on while the run lasts: all that reads the model from here on reads this commit.
+    revision = facts.commit or config.model.revision
     adapter = find_adapter(config)
-    defaults = read_generation_defaults(model, revision=config.model.revision)
+    defaults = read_generation_defaults(model, revision=revision)
     _tell_of_generation_defaults(config, defaults, say)
     dataset = open_dataset(config.dataset)
     # A place that cannot be used is told before minutes of tokenising.
     check_place(config.store.path)
     say("resolving locations")
     try:
-        probed = find_locations(model, list(config.capture.locations), engine_arguments(config))
+        probed = find_locations(model, list(config.capture.locations), engine_arguments(config, revision))
     except LocationError as error:
         raise ConfigError(f"capture.locations: {error}") from error
     except ProbeError as error:
@@ -68,7 +71,7 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
     max_length = config.model.max_length or facts.max_length
     say("tokenising")
     with TokenSpill() as spill:
-        invokes, selection = read_invokes(config, model, dataset, max_length, facts.n_vocabulary, spill)
+        invokes, selection = read_invokes(config, model, revision, dataset, max_length, facts.n_vocabulary, spill)
         layout, packing = _lay_out(config, probed, invokes)
         _check_space(config, layout, invokes)
         say(f"writing the plan: {len(invokes.ids):,} invokes in {layout.n_units:,} units")
@@ -84,6 +87,8 @@ def make_plan(config: RunConfig, say: Callable[[str], None]) -> RunFolder:
                 "content": config.content(),
                 "dataset": dataset_identity(dataset),
                 "model": model,
+                "revision": revision,
+                "model_sha256": fingerprint_model(model) if needs_weights else None,
                 "tokenizer": config.model.tokenizer or model,
                 "lora": None if adapter is None else {"name": adapter.name, "sha256": adapter.fingerprint()},
                 "generation_config": asdict(defaults),
@@ -147,12 +152,12 @@ def _refuse_logits_without_rows(config: RunConfig, probed: list[dict[str, Any]])
         )
 
 
-def engine_arguments(config: RunConfig) -> dict[str, Any]:
+def engine_arguments(config: RunConfig, revision: str | None) -> dict[str, Any]:
     """The vLLM arguments that decide which modules a model has."""
     return {
         **config.engine.vllm,
         "trust_remote_code": config.model.trust_remote_code,
-        "revision": config.model.revision,
+        "revision": revision,
     }
 
 

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from actors.lora import AdapterError
+from actors.model_files import ModelChanged, check_model
 from actors.protocol import EngineSpec
 from actors.selection import Selection
 from harvest.commits import total_units
@@ -23,6 +25,7 @@ from harvest.config import RunConfig, parse_config
 from harvest.dataset import open_dataset
 from harvest.errors import ConfigError, DatasetError, PlanError
 from harvest.events import EventLog
+from harvest.model_config import planned_revision
 from harvest.planning import file_states, find_adapter, make_plan, refuse_engine_arguments
 from harvest.progress import ProgressView
 from harvest.summary import RunSummary, read_events, sum_events
@@ -111,6 +114,10 @@ def _drive(
 ) -> bool:
     if len(committer.committed) == folder.layout.n_units:
         return True
+    try:
+        check_model(folder.run["model"], folder.run.get("model_sha256"))
+    except ModelChanged as error:
+        raise PlanError(str(error)) from error
     # Ray takes seconds to import and start, so it comes only when there is work.
     from harvest.cluster import connected
     from harvest.driver import Driver
@@ -154,8 +161,10 @@ def engine_spec(config: RunConfig, folder: RunFolder, *, profile: bool = False) 
         max_model_len=folder.run["max_model_len"],
         trust_remote_code=config.model.trust_remote_code,
         tokenizer=config.model.tokenizer,
-        revision=config.model.revision,
+        revision=planned_revision(folder.run),
+        model_sha256=folder.run.get("model_sha256"),
         lora=(folder.run.get("lora") or {}).get("name"),
+        lora_sha256=(folder.run.get("lora") or {}).get("sha256"),
         vllm=config.engine.vllm,
         ring_bytes=config.limits.ring_bytes,
         writer_threads=config.limits.writer_threads,
@@ -224,11 +233,11 @@ def _refuse_other_dataset(folder: RunFolder, config: RunConfig) -> None:
 
 def _refuse_other_adapter(folder: RunFolder, config: RunConfig) -> None:
     adapter = find_adapter(config)
-    if adapter is not None and adapter.fingerprint() != folder.run["lora"]["sha256"]:
-        raise PlanError(
-            f"the LoRA adapter {config.model.lora} is not that of {folder.path}'s plan (its bytes have changed): "
-            "choose another store.path for the new adapter, or bring the old one back"
-        )
+    try:
+        if adapter is not None:
+            adapter.check(folder.run["lora"]["sha256"])
+    except AdapterError as error:
+        raise PlanError(str(error)) from error
 
 
 def _differences(planned: Any, asked: Any, where: str = "") -> list[str]:

@@ -12,7 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from actors.lora import Adapter, AdapterError, read_adapter
+from actors.model_files import ModelChanged, check_model
 from actors.selection import Selection
+from harvest.model_config import planned_revision
 from harvest.parity import ParityError, ParityReport, StoredPrompt, compare
 from harvest.summary import read_events
 from storage.reader import Prompt, StoreReader
@@ -105,6 +107,10 @@ def _compare(path: Path | str, n_prompts: int, seed: int) -> ParityReport:
             f"none of the {len(chosen)} prompts that were drawn has a stored row (answers that ended at once have "
             "none): draw others with --seed, or more with --parity"
         )
+    try:
+        check_model(run["model"], run.get("model_sha256"))
+    except ModelChanged as error:
+        raise ParityError(str(error)) from error
     content = run["content"]
     ready = [event for event in read_events(reader.run.events) if event["event"] == "engine_ready"]
     return compare(
@@ -114,7 +120,7 @@ def _compare(path: Path | str, n_prompts: int, seed: int) -> ParityReport:
         store_dtype=reader.layout.locations[0].dtype,
         reduce=selection.reduce,
         trust_remote_code=content["model"]["trust_remote_code"],
-        revision=content["model"]["revision"],
+        revision=planned_revision(run),
         adapter=_find_adapter(run["lora"]) if run.get("lora") else None,
     )
 
@@ -122,13 +128,9 @@ def _compare(path: Path | str, n_prompts: int, seed: int) -> ParityReport:
 def _find_adapter(planned: dict[str, Any]) -> Adapter:
     try:
         adapter = read_adapter(planned["name"])
+        adapter.check(planned["sha256"])
     except AdapterError as error:
         raise ParityError(f"the run's LoRA adapter is needed to recompute its values: {error}") from error
-    if adapter.fingerprint() != planned["sha256"]:
-        raise ParityError(
-            f"the LoRA adapter {planned['name']} is not that of the run (its bytes have changed): bring the old one "
-            "back to recompute values"
-        )
     return adapter
 
 

@@ -157,6 +157,7 @@ MAKES_NO_DIFFERENCE: dict[str, Change] = {
 
 CANNOT_BE_KNOWN: dict[str, Change] = {
     "hub id": lambda asked, _patch: replace(asked, folder=Path("some/model")),
+    "hub id on a branch": lambda asked, _patch: replace(asked, folder=Path("some/model")).argue(revision="main"),
     "file": lambda asked, _patch: replace(asked, folder=asked.folder / "config.json"),
     "no config": lambda asked, _patch: (asked.folder / "config.json").unlink(),
     "GGUF": edit("model.gguf", "GGUF"),
@@ -217,3 +218,8 @@ def test_tiny_models_made_twice_have_one_key(tiny_qwen3, tmp_path):
     keys = {answer_key("locations", str(folder), ["embed"], None) for folder in (tiny_qwen3, again)}
     assert len(keys) == 1
     assert None not in keys
+
+
+def test_a_hub_id_has_a_key_at_a_commit(asked: Question) -> None:
+    keys = {replace(asked, folder=Path(name)).argue(revision=each * 40).key() for name in "xy" for each in "ab"}
+    assert len(keys) == 4 and None not in keys

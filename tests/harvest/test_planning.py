@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from harvest.config import RunConfig, parse_config
 from harvest.errors import ConfigError, DatasetError, HarvestError, PlanError
-from harvest.runs import open_or_plan
+from harvest.runs import open_or_plan, run
 from storage.errors import StorageError
 from storage.run_folder import RunFolder
+from tests.tiny_models import make_tiny_model
 
 
 def config_of(folder: Path | str, data: Path, store: Path, **changes: object) -> RunConfig:
@@ -134,3 +136,15 @@ def test_a_path_that_cannot_be_a_run_folder_is_named(tiny_llama, demo_text, tmp_
     with pytest.raises(StorageError, match="not empty and not a run"):
         open_or_plan(config_of(tiny_llama, demo_text, tmp_path / "used"))
     assert (tmp_path / "used" / "thesis.tex").read_text() == "precious"
+
+
+def test_a_run_does_not_go_on_with_weights_that_were_overwritten(tiny_qwen3, demo_text, tmp_path):
+    """As when a trainer writes its next checkpoint to the same folder. No engine starts."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_qwen3, model)
+    config = config_of(model, demo_text, tmp_path / "run")
+    assert open_or_plan(config).new
+    make_tiny_model("qwen3", tmp_path / "next", seed=5)
+    shutil.copytree(tmp_path / "next", model, dirs_exist_ok=True)
+    with pytest.raises(PlanError, match="is not the one that the run was planned for: its files are others"):
+        run(config)
