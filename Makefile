@@ -68,7 +68,7 @@ demo: env
 	$(BIN)/harvest run configs/demo.toml
 
 test: check
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 
 check: env
 	$(BIN)/ruff check .

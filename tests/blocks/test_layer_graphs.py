@@ -185,6 +185,20 @@ def test_requests_without_blocks_use_recordings_too(model: Any) -> None:
     assert [output.outputs[0].token_ids for output in got] == [output.outputs[0].token_ids for output in expected]
 
 
+def test_hooks_of_pytorch_inside_of_a_layer_are_called(model: Any) -> None:
+    for _ in range(2):
+        model.run(reads_one_layer, PROMPTS[0], max_tokens=4, **GREEDY)
+    seen = []
+    handle = model.engine.module_tree().model.layers[2].mlp.register_forward_hook(lambda *_: seen.append(1))
+    try:
+        before = graphs_of(model).n_replays
+        model.run(reads_one_layer, PROMPTS[0], max_tokens=4, **GREEDY)
+    finally:
+        handle.remove()
+    assert len(seen) == 4
+    assert graphs_of(model).n_replays > before, "the other layers"
+
+
 class _Failing(TapeRecorder):
     """Does the work, then says that it cannot be repeated."""
 

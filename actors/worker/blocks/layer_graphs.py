@@ -1,8 +1,8 @@
 """Layers without their Python code: a layer in which no block waits is launched from a recording.
 
 Blocks make the engine eager, and an eager step of a few rows costs the host many times what it costs the device. But a
-block runs only when the location that it waits for is reached. So when a layer is entered and nobody waits or records
-inside of it, nobody will before it ends: its modules need not run one by one.
+block runs only when the location that it waits for is reached. So when a layer is entered and nobody waits, records or
+has a PyTorch hook inside of it, nobody will before it ends: its modules need not run one by one.
 
 Invariants:
 - the recorded work is the same kernels on the same values, with rows padded up to a power of two;
@@ -141,6 +141,9 @@ class LayerGraph:
         self._sites = sites
         self._inner = inner
         self._watched: list[Site] = []
+        # Somebody's own hooks run with their modules.
+        modules = [each.module for each in inner]
+        self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._recordings: dict[int, _Recording] = {}
         self.forget()
 
@@ -194,7 +197,7 @@ class LayerGraph:
         return recording.shown
 
     def _is_watched(self) -> bool:
-        return any(site.waiting or site.recorders for site in self._watched)
+        return any(self._hooks) or any(site.waiting or site.recorders for site in self._watched)
 
     def _static(self, place: int, value: Any) -> Any:
         graphs = self._graphs
