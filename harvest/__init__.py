@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from harvest.blocks.save import save
     from harvest.blocks.vllm import VLLM
     from harvest.config import load_config
+    from harvest.loader import RowLoader
     from harvest.reader import open_run as open
     from harvest.runs import run
 
@@ -22,6 +23,7 @@ _LAZY = {
     "attention_pattern": "harvest.blocks.attention",
     "save": "harvest.blocks.save",
     "load_config": "harvest.config",
+    "RowLoader": "harvest.loader",
     "open": "harvest.reader:open_run",
     "run": "harvest.runs",
     "BlockError": "harvest.blocks.errors",
@@ -36,6 +38,7 @@ __all__ = [
     "BlockResult",
     "LoopCutError",
     "LoopCutWarning",
+    "RowLoader",
     "SourceError",
     "attention_pattern",
     "load_config",

@@ -19,6 +19,10 @@ class PlanError(HarvestError):
     """A plan cannot be made, or the run folder belongs to another plan."""
 
 
+class LoaderError(HarvestError):
+    """A loader cannot be made or go on as asked."""
+
+
 class RunError(HarvestError):
     """A run stopped before it was complete; what is committed stays, and the same command resumes it."""
 

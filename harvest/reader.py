@@ -5,8 +5,9 @@ Tensors share memory with the buffers that were read: bfloat16 takes no conversi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +15,9 @@ import torch
 
 import storage.bfloat16  # noqa: F401  zarr.open in the same process then knows the type, installed or not
 from storage.reader import Prompt, StoreReader
+
+if TYPE_CHECKING:
+    from harvest.loader import RowLoader
 
 
 def to_torch(values: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -29,6 +33,12 @@ class Run(StoreReader):
     def rows(self, location: str, rows: slice | range | int) -> torch.Tensor:
         """Rows of a location, [n, width]; `rows` counts over the whole store and holes read as zero."""
         return to_torch(self.array(self.location(location).array, rows))
+
+    def batches(self, locations: str | Iterable[str], batch_size: int, **options: Any) -> RowLoader:
+        """Shuffled batches of rows for training: a `harvest.loader.RowLoader`, which says what `options` are."""
+        from harvest.loader import RowLoader
+
+        return RowLoader(self, locations, batch_size=batch_size, **options)
 
     def prompt(self, invoke: int) -> Prompt:
         """One invoke: token ids and positions as numpy int32 [n], and `rows` as tensors [n, width] by location name."""

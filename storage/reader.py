@@ -64,6 +64,10 @@ class StoreReader:
         self._shards: OrderedDict[tuple[str, int], _Shard] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process sees the same units, whatever was committed since.
+        return _reopened, (type(self), self.run.path, self._state)
+
     @property
     def locations(self) -> tuple[LocationSpec, ...]:
         """The locations of the run."""
@@ -87,6 +91,16 @@ class StoreReader:
         """The receipt of a committed unit."""
         self._require(unit)
         return read_receipt(self.run, self._state.units[unit])
+
+    def stored_rows(self, unit: int) -> int:
+        """Rows that a committed unit holds."""
+        self._require(unit)
+        return self._state.units[unit].rows
+
+    @property
+    def commit_order(self) -> list[int]:
+        """The committed units in the order in which they were committed."""
+        return list(self._state.units)
 
     def location(self, name: str) -> LocationSpec:
         """A location by array name, alias or path."""
@@ -197,6 +211,12 @@ class StoreReader:
                     self._shards.popitem(last=False)  # closed when the last thread that reads from it lets go
             self._shards[key] = shard
             return shard
+
+
+def _reopened(kind: type[StoreReader], path: Path, state: LedgerState) -> StoreReader:
+    reader = kind(path)
+    reader._state = state
+    return reader
 
 
 class _Shard:
