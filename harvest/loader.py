@@ -100,7 +100,7 @@ class RowLoader(IterableDataset[Any]):
         layout = self._reader.layout
         self._labels = {name: path for name, path in LABELS.items() if labels and path in layout.arrays}
         if taken := sorted(self._labels.keys() & set(names)):
-            raise LoaderError(f"{', '.join(taken)}: a label has this name; give the location by its array or path")
+            raise LoaderError(f"{', '.join(taken)}: a label has this name; use another name of the location")
         self._arrays = {name: self._reader.location(name).array for name in names} | self._labels
         if not 0 <= rank < world_size:
             raise LoaderError(f"rank = {rank} is not one of world_size = {world_size} ranks: 0 to {world_size - 1}")

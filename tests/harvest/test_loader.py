@@ -20,6 +20,7 @@ from harvest.errors import LoaderError
 from harvest.loader import RowLoader
 from storage.commit import Committer
 from storage.errors import DamagedError, StorageError
+from storage.format import LocationSpec
 from storage.run_folder import RunFolder
 from storage.testing import ScriptedRun
 
@@ -197,12 +198,41 @@ def test_a_run_is_followed_while_it_goes_on(tmp_path, monkeypatch):
     assert labels_of(later) == labels_of(seen[3:])
 
 
-@pytest.mark.parametrize("n_workers", [1, 2])
-def test_a_dataloaders_processes_share_the_rows(plain, n_workers):
+@pytest.mark.parametrize(("n_workers", "start"), [(1, "fork"), (2, "fork"), (2, "spawn")])
+def test_a_dataloaders_processes_share_the_rows(plain, n_workers, start):
     loader = RowLoader(plain.path, "attempt", batch_size=8, labels=True, **SMALL)
-    seen = Counter(labels_of(DataLoader(loader, batch_size=None, num_workers=n_workers)))
+    batches = DataLoader(loader, batch_size=None, num_workers=n_workers, multiprocessing_context=start)
+    seen = Counter(labels_of(batches))
     assert set(seen.values()) == {1}
     assert len(seen) > 0.8 * len(STORED), "but for the rows by which one has more than another"
+
+
+def test_iterating_after_a_break_goes_on(plain):
+    arguments: dict[str, Any] = {"batch_size": 8, "labels": True, **SMALL}
+    whole = labels_of(RowLoader(plain.path, "attempt", **arguments))
+    loader = RowLoader(plain.path, "attempt", **arguments)
+    seen = list(itertools.islice(loader, 3))
+    seen += list(itertools.islice(loader, 1))
+    assert labels_of([*seen, *loader]) == whole
+    assert loader.state_dict() == {**loader.state_dict(), "epoch": 1, "batch": 0}
+
+
+def test_two_iterations_at_once_are_refused(plain):
+    loader = RowLoader(plain.path, "attempt", batch_size=8, **SMALL)
+    first = iter(loader)
+    next(first)
+    next(iter(loader))
+    with pytest.raises(LoaderError, match="another iteration over this loader has begun"):
+        next(first)
+
+
+def test_log_probabilities_are_labels_where_the_run_has_them(plain):
+    loader = RowLoader(plain.path, "attempt", batch_size=8, labels=True, drop_last=False, **SMALL)
+    stored = harvest.open(plain.path).array("tokens/logprob", slice(None))
+    found = torch.cat([batch["logprobs"] for batch in loader])
+    assert found.dtype == torch.float32
+    assert len(found) == loader.n_rows
+    assert Counter(found[~found.isnan()].tolist()) <= Counter(stored[~np.isnan(stored)].tolist())
 
 
 def test_batches_of_one_location_are_tensors_as_asked_for(plain):
@@ -215,7 +245,7 @@ def test_batches_of_one_location_are_tensors_as_asked_for(plain):
     }
 
 
-def test_what_cannot_be_is_an_error_by_name(plain):
+def test_what_cannot_be_is_an_error_by_name(plain, tmp_path):
     with pytest.raises(StorageError, match=r"no location 'nothing'; it has"):
         RowLoader(plain.path, "nothing", batch_size=4)
     with pytest.raises(LoaderError, match="rank = 2 is not one of world_size = 2"):
@@ -224,6 +254,12 @@ def test_what_cannot_be_is_an_error_by_name(plain):
         RowLoader(plain.path, "attempt", batch_size=0)
     with pytest.raises(LoaderError, match="locations is empty"):
         RowLoader(plain.path, [], batch_size=4)
+    script = ScriptedRun(locations=(LocationSpec(name="positions", path="model.pos", width=4),))
+    clash = script.create(tmp_path / "run")
+    script.finish(clash)
+    with pytest.raises(LoaderError, match="positions: a label has this name; use another name of the location"):
+        RowLoader(clash.path, "positions", batch_size=4, labels=True)
+    assert len(list(RowLoader(clash.path, "model.pos", batch_size=4, labels=True))) > 4
     state = RowLoader(plain.path, "attempt", batch_size=4).state_dict()
     with pytest.raises(
         LoaderError, match="batch_size was 4, is 5; .*seed was 0, is 7|seed was 0, is 7; batch_size was 4"
