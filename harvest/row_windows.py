@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from harvest.reader import to_torch
+from harvest.recycled_memory import RecycledMemory
 from harvest.stored_rows import Blocks, Ints, StoredRows
 from storage.reader import StoreReader
 
@@ -29,11 +30,16 @@ class Window:
 
 
 class WindowReader:
-    """Reads blocks of some arrays of a store into windows. A context manager: it owns threads."""
+    """Reads blocks of some arrays of a store into windows of at most `max_rows`.
 
-    def __init__(self, reader: StoreReader, arrays: Mapping[str, str]) -> None:
+    A context manager: it owns threads.
+    """
+
+    def __init__(self, reader: StoreReader, arrays: Mapping[str, str], *, max_rows: int) -> None:
         self._reader = reader
         self._arrays = arrays
+        self._max_rows = max_rows
+        self._memory = RecycledMemory(spare=2 * len(arrays))
         self._readers = ThreadPoolExecutor(_READERS)
         self._ahead = ThreadPoolExecutor(1)
 
@@ -56,10 +62,12 @@ class WindowReader:
     def read(self, stored: StoredRows, blocks: Blocks, order: Callable[[], Ints]) -> Window:
         """The stored rows of `blocks`; `order()` counts over them."""
         ends = np.cumsum(blocks.counts)
-        values = {}
+        tensors, values = {}, {}
         for name, path in self._arrays.items():
             spec = self._reader.layout.array(path)
-            values[name] = np.empty((int(ends[-1]), *spec.shape[1:]), spec.native)
+            dtype = to_torch(np.empty(0, spec.native)).dtype
+            tensors[name] = self._memory.empty((int(ends[-1]), *spec.shape[1:]), dtype, capacity=self._max_rows)
+            values[name] = tensors[name].view(torch.uint8).numpy().view(spec.native)
         parts = zip(blocks.begins.tolist(), blocks.ends.tolist(), blocks.counts.tolist(), ends.tolist(), strict=True)
         jobs = [
             self._readers.submit(self._read_block, stored, path, begin, end, values[name][stop - count : stop])
@@ -68,7 +76,6 @@ class WindowReader:
         ]
         for job in jobs:
             job.result()
-        tensors = {name: to_torch(each) for name, each in values.items()}
         return Window(values=tensors, order=torch.from_numpy(order()))
 
     def _read_block(self, stored: StoredRows, path: str, begin: int, end: int, out: np.ndarray[Any, Any]) -> None:
@@ -81,10 +88,12 @@ class WindowReader:
 
 
 class WaitingRows:
-    """Rows in memory, in the order in which they leave it."""
+    """Rows in memory, in the order in which they leave it in batches of at most `max_rows`."""
 
-    def __init__(self, *, pin_memory: bool) -> None:
-        self._pin_memory = pin_memory
+    def __init__(self, *, max_rows: int, spare_batches: int, pin_memory: bool) -> None:
+        self._max_rows = max_rows
+        # torch recycles pinned memory by itself.
+        self._memory = None if pin_memory else RecycledMemory(spare=spare_batches)
         self._windows: deque[Window] = deque()
 
     def __len__(self) -> int:
@@ -97,7 +106,7 @@ class WaitingRows:
     def take(self, n_rows: int) -> dict[str, Tensor]:
         """The next rows, [n_rows, width] or [n_rows] by name: copies of their own."""
         batch = {
-            name: torch.empty((n_rows, *values.shape[1:]), dtype=values.dtype, pin_memory=self._pin_memory)
+            name: self._empty((n_rows, *values.shape[1:]), values.dtype)
             for name, values in self._windows[0].values.items()
         }
         done = 0
@@ -110,6 +119,11 @@ class WaitingRows:
             if len(left):
                 self._windows.appendleft(Window(values=window.values, order=left))
         return batch
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._memory is None:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return self._memory.empty(shape, dtype, capacity=self._max_rows)
 
     def release(self) -> None:
         """Keep copies of the few rows that are left, and not the windows that they lie in."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
@@ -223,7 +224,6 @@ class _Shard:
     """One open shard file with its index."""
 
     def __init__(self, path: Path, spec: ArraySpec) -> None:
-        self._fd = -1
         assert spec.shards is not None
         self.path = path
         self._chunk_rows = spec.chunks[0]
@@ -237,15 +237,12 @@ class _Shard:
                 self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 raise DamagedError(f"{path} is missing though its unit is committed. Run `harvest verify`.") from None
+            weakref.finalize(self, os.close, self._fd)
             size = os.fstat(self._fd).st_size
             read = pread_into(self._fd, raw, size - len(raw)) if size >= len(raw) else 0
         if read < len(raw) or crc32c(raw[:-4]) != int.from_bytes(raw[-4:].tobytes(), "little"):
             raise DamagedError(f"{path} is truncated or its index is damaged. Run `harvest verify`.")
         self._index = raw[:-4].view("<u8").reshape(n_chunks, 2)
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
 
     def read(self, row: int, out: np.ndarray[Any, Any]) -> None:
         """Fill `out` (uint8 [n, row_bytes]) with rows of the shard from `row` on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ def test_batches_on_the_device_are_those_of_the_host(device, tmp_path):
     script = ScriptedRun(seed=4, n_units=6)
     folder = script.create(tmp_path / "run")
     script.finish(folder)
-    small = {"batch_size": 8, "labels": True, "buffer_bytes": 1 << 14, "block_bytes": 1 << 10}
+    small: dict[str, Any] = {"batch_size": 8, "labels": True, "buffer_bytes": 1 << 14, "block_bytes": 1 << 10}
     host = list(RowLoader(folder.path, ["attempt", "residual.1"], **small))
     busy = torch.randn(4096, 4096, device="cuda")
     there = []
