@@ -2,7 +2,7 @@
 
 An epoch of `RowLoader` over bfloat16 rows of 4096 values in batches of 4096, against reads of as many rows in the
 store's order, from a warm and from a cold page cache; and against batches of random rows by zarr-python, which is what
-one writes without a loader. Ratios are as those of tests/benchmarks/storage.py: above 1 means that the loader is faster.
+one writes without a loader. Ratios are as in tests/benchmarks/storage.py: above 1, the loader is faster.
 """
 
 from __future__ import annotations

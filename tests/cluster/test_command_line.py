@@ -73,6 +73,18 @@ def test_the_reading_snippet_of_the_readme(finished, demo_text):
     assert text[:40] in done.stdout
 
 
+def test_the_training_snippet_of_the_readme(finished):
+    _, run = finished
+    code = "\n".join(readme_block("python", "import harvest, torch"))
+    code = code.replace("out/demo", str(run)).replace("residual.10", "residual.1")
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    steps = [line.split() for line in done.stdout.splitlines()]
+    assert [int(step) for step, _ in steps] == list(range(len(steps)))
+    assert len(steps) > 10
+    assert all(float(norm) > 0 for _, norm in steps)
+
+
 def readme_block(language: str, beginning: str) -> list[str]:
     """Lines of the README's code block that begins so."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
