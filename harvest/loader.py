@@ -254,9 +254,11 @@ class RowLoader(IterableDataset[Any]):
         try:
             if on_gpu:
                 torch.cuda.set_device(device)  # or pinning would make a context on the first of them
-            window_rows = self._order.window_blocks * self._order.block_rows
+            planned_rows = self._reader.layout.n_rows
+            window_rows = min(planned_rows, self._order.window_blocks * self._order.block_rows)
+            batch_rows = min(planned_rows, self._batch_size)
             # Those that are ready, the one in the trainer's hands and the one that is filled.
-            waiting = WaitingRows(max_rows=self._batch_size, spare_batches=_READY_BATCHES + 2, pin_memory=on_gpu)
+            waiting = WaitingRows(max_rows=batch_rows, spare_batches=_READY_BATCHES + 2, pin_memory=on_gpu)
             with WindowReader(self._reader, self._arrays, max_rows=window_rows) as windows:
                 for batch in self._batches(epoch, first, ranks, windows, waiting, stopped):
                     if not put(batch):

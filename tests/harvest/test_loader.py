@@ -217,6 +217,22 @@ def test_iterating_after_a_break_goes_on(plain):
     assert loader.state_dict() == {**loader.state_dict(), "epoch": 1, "batch": 0}
 
 
+def test_memory_of_a_batch_is_used_again_only_when_nothing_sees_it(plain):
+    arguments: dict[str, Any] = {"batch_size": 8, "labels": True, **SMALL}
+    kept = list(RowLoader(plain.path, "residual.1", **arguments))
+    # Of the other loader's batches a view or its numpy array is all that is left.
+    views = [(b["residual.1"][3:], b["invokes"].numpy()) for b in RowLoader(plain.path, "residual.1", **arguments)]
+    for batch, (rows, invokes) in zip(kept, views, strict=True):
+        assert torch.equal(rows.view(torch.int16), batch["residual.1"][3:].view(torch.int16))
+        assert invokes.tolist() == batch["invokes"].tolist()
+
+
+def test_budgets_beyond_the_run_take_no_more_than_the_run(plain):
+    loader = RowLoader(plain.path, "attempt", batch_size=1 << 40, drop_last=False, buffer_bytes=1 << 60)
+    [batch] = loader
+    assert len(batch) == len(STORED)
+
+
 def test_two_iterations_at_once_are_refused(plain):
     loader = RowLoader(plain.path, "attempt", batch_size=8, **SMALL)
     first = iter(loader)
